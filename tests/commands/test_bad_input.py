@@ -195,10 +195,7 @@ INVALID_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", 
 @pytest.mark.parametrize("command", OF_A_RUN)
 def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
     arguments = [argument.replace("{}", text) for argument in OF_A_RUN[command].split(" ")]
-    completed = in_process.run_verb(*arguments, cwd=tmp_path)
-    assert completed.returncode == 2, completed
-    assert "Traceback" not in completed.stderr, completed
-    assert completed.stderr.count("error: ") == 1, completed
+    completed = in_process.run_verb(*arguments, cwd=tmp_path, status=2)
     assert not list(tmp_path.iterdir()), completed
 
 
@@ -221,11 +218,8 @@ def test_invalid_arguments_about_a_trained_model_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    completed = in_process.run_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments))
-    assert completed.returncode == 2, completed
+    completed = in_process.run_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments), status=2)
     assert message in completed.stderr, completed
-    assert completed.stderr.count("error: ") == 1, completed
-    assert "Traceback" not in completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -244,8 +238,7 @@ def test_invalid_arguments_about_a_trained_model_are_refused(
 def test_invalid_arguments_of_other_commands_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    completed = in_process.run_verb(*arguments, cwd=tmp_path)
-    assert completed.returncode == 2, completed
+    completed = in_process.run_verb(*arguments, cwd=tmp_path, status=2)
     assert message in completed.stderr, completed
     assert completed.stderr.count("\n") == 1, completed
     assert not completed.stdout

@@ -118,8 +118,7 @@ def test_the_ranks_of_one_host_do_not_outvote_the_other_hosts() -> None:
 
 def doctor(*arguments: str, status: int = 0) -> str:
     """Run make doctor, check its exit status, and return its output."""
-    completed = in_process.run_verb("doctor", *arguments)
-    assert completed.returncode == status, completed.stdout + completed.stderr
+    completed = in_process.run_verb("doctor", *arguments, status=status)
     assert "Traceback" not in completed.stderr
     return completed.stdout
 
@@ -136,8 +135,7 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     file.write_bytes(raw)
     settings = f"runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
     command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1", f"--args={settings}"]
-    completed = warm.execute(command, env=environment(), timeout=PATIENCE)
-    assert completed.returncode == 1
+    completed = warm.execute(command, env=environment(), timeout=PATIENCE, status=1)
     report = json.loads(completed.stdout)
     problems = report["problems"]
     assert [host["rank"] for host in report["hosts"]] == [0, 1]
@@ -154,8 +152,7 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
 
 def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
-    run = experiment("mnist_pipeline", *digits, *settings, runs=tmp_path)
-    assert run.status == 2
+    run = experiment("mnist_pipeline", *digits, *settings, runs=tmp_path, status=2)
     report = doctor(f"--run={run.folder.path}")
     assert "training diverged; lower optim.lr" in report
     assert "the loss of step" in report
@@ -581,10 +578,8 @@ def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monk
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str) -> None:
-    completed = in_process.run_verb("doctor", *arguments)
-    assert completed.returncode == 2
+    completed = in_process.run_verb("doctor", *arguments, status=2)
     assert message in completed.stderr
-    assert completed.stderr.count("error: ") == 1
 
 
 def test_the_exit_code_of_a_rank_is_read_from_srun(tmp_path: Path) -> None:

@@ -54,8 +54,7 @@ def test_a_new_experiment_changed_as_in_the_contributing_page_trains(tmp_path: P
     file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))
     script = [sys.executable, str(file), "data.name=digits", f"data.cache={cache}"]
     command = [*script, "data.test_limit=50", "steps=5", "noise=10"]
-    completed = warm.execute(command, cwd=place, root=place, env=environment(PYTHONPATH=str(place)))
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = warm.execute(command, cwd=place, root=place, env=environment(PYTHONPATH=str(place)), status=0)
     assert "  noise          10\n" in completed.stdout, completed.stdout + completed.stderr
     (loss,) = re.findall(r"test loss +([\d.]+)", completed.stdout)
     assert float(loss) > 5, "the noise changes the weights"

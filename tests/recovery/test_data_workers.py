@@ -42,7 +42,6 @@ def resume_command(folder: RunFolder) -> list[str]:
 def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = (*digits, *SETTINGS, f"steps={STEPS}")
     uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
 
     with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         signal_worker(process, signal.SIGSTOP)
@@ -67,8 +66,7 @@ def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[
     assert "Traceback" not in err, err
     assert "resume with: make exp RESUME=" in err
 
-    completed = execute(resume_command(folder), env=environment(), timeout=120)
-    assert completed.returncode == 0, completed.stderr
+    execute(resume_command(folder), env=environment(), timeout=120, status=0)
     assert numbers(folder) == numbers(uninterrupted.folder)
 
 
@@ -93,7 +91,6 @@ def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
     settings = (*digits, *SETTINGS, *epochs, "steps=0")
     uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
 
     with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         folder = only_folder(tmp_path / "runs")
@@ -110,6 +107,5 @@ def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits:
     assert "resume with: make exp RESUME=" in err, err
 
     assert "no more threads or processes can be started; raise" in collect_diagnosis(folder)["cause"]
-    completed = execute(resume_command(folder), env=environment(), timeout=120)
-    assert completed.returncode == 0, completed.stderr
+    execute(resume_command(folder), env=environment(), timeout=120, status=0)
     assert numbers(folder) == numbers(uninterrupted.folder)

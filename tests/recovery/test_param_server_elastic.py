@@ -120,8 +120,7 @@ def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
 ) -> None:
     """Killed, frozen, or in a collective that does not end after a worker is lost, or before, on a busy machine."""
     elastic = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
-    completed = train(faults, *settings, *elastic, runs=tmp_path / "runs", name=NAME)
-    assert completed.status == 137, completed.err
+    completed = train(faults, *settings, *elastic, runs=tmp_path / "runs", name=NAME, status=137)
     assert f"rank {rank} (pid" in completed.err, completed.err
     assert "the run cannot continue" in completed.err, completed.err
     assert reason in completed.err, completed.err
@@ -130,7 +129,6 @@ def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
     assert steps[-1] >= 8
 
     resumed = resume(BY_NAME[NAME], completed.folder)
-    assert resumed.returncode == 0, resumed.stderr
     assert "resumed from step 8" in resumed.stdout, resumed.stderr
     assert not differences(completed.folder, train_alone(tmp_path_factory, *settings, name=NAME))
 

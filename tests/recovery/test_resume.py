@@ -65,7 +65,6 @@ def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
     uninterrupted = run(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
     check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
 
@@ -77,7 +76,6 @@ def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
     folder = cut_off(uninterrupted.folder, STEPS, tmp_path)
     assert len(folder.read_metrics()) < len(uninterrupted.folder.read_metrics())
     resumed = resume(entry, folder)
-    assert resumed.returncode == 0, resumed.stderr
     assert numbers(folder) == numbers(uninterrupted.folder)
     assert folder.result["scores"] == uninterrupted.folder.result["scores"]
     assert "not measured: this attempt trained 0 steps" in resumed.stdout
@@ -94,12 +92,10 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
     settings = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
     uninterrupted = run(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
     folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
         folder = cut_off(folder, step, tmp_path / str(step))
         resumed = resume(entry, folder, *entry.spread(after))
-        assert resumed.returncode == 0, resumed.stderr
         assert f"resumed from step {step}" in resumed.stdout
         assert f"saved by {before} rank" in resumed.stdout
         losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
@@ -112,7 +108,6 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: P
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
     completed = run(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
-    assert completed.status == 0, completed.err
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert len(evaluations) == 8
     best_step = min(evaluations, key=lambda row: row["test_loss"])["global_step"]
@@ -129,11 +124,10 @@ def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tu
     runs = tmp_path / "uninterrupted"
     argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", "settling", script]
     settings = [*quick, *REPLICATED.spread(4), f"runs={runs}"]
-    warm.execute([*argv, *settings], env=environment(), check=True)
+    warm.execute([*argv, *settings], env=environment(), status=0)
     uninterrupted = only_folder(runs)
     folder = cut_off(uninterrupted, 9, tmp_path / "cut")
-    resumed = resume(REPLICATED, folder, careless="settling")
-    assert resumed.returncode == 0, resumed.stderr
+    resume(REPLICATED, folder, careless="settling")
     assert differences(folder, uninterrupted)
 
 
@@ -147,8 +141,7 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     options = [f"--resume={folder.path}", "--launch=local", "--args=stages=1", "--", ""]
     argv = [sys.executable, "-m", "slurm", "exp", *options]
 
-    resumed = warm.execute(argv, env=environment())
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = warm.execute(argv, env=environment(), status=0)
     assert "code of the first start\n" in resumed.stdout
     assert "resumed from step 9" in resumed.stdout
     assert "saved by 2 ranks and is resumed by 1:" in resumed.stdout
@@ -157,6 +150,5 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))
 
-    resumed_again = warm.execute(argv, env=environment())
-    assert resumed_again.returncode == 0
+    resumed_again = warm.execute(argv, env=environment(), status=0)
     assert "is finished" in resumed_again.stdout

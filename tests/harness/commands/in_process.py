@@ -11,29 +11,37 @@ from pathlib import Path
 
 from common.system.errors import exit_on_user_error
 from slurm.__main__ import main
+from tests.harness.commands.exit_status import check_status
 from tests.harness.commands.processes import environment
 from tests.harness.commands.warm import ROOT
 
 
 def call(
-    function: Callable[[list[str]], int], *arguments: str, cwd: Path = ROOT, **env: str
+    function: Callable[[list[str]], int], *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Call a command's main() as its module does when it is executed; return its outputs and its exit status."""
+    """Call a command's main() as its module does when it is executed; return its outputs and its exit status.
+
+    The exit status is checked, unless `status` is None.
+    """
     stdout = io.StringIO()
     stderr = io.StringIO()
     with change_context(cwd, env), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
             with exit_on_user_error():
-                status = function(list(arguments))
+                returncode = function(list(arguments))
         except SystemExit as system_exit:
             assert isinstance(system_exit.code, int | None), system_exit.code
-            status = system_exit.code or 0
-    return subprocess.CompletedProcess(list(arguments), status, stdout.getvalue(), stderr.getvalue())
+            returncode = system_exit.code or 0
+    completed = subprocess.CompletedProcess(list(arguments), returncode, stdout.getvalue(), stderr.getvalue())
+    check_status(completed, status)
+    return completed
 
 
-def run_verb(verb: str, *arguments: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """Call `python -m slurm VERB` in this process."""
-    return call(main, verb, *arguments, cwd=cwd, **env)
+def run_verb(
+    verb: str, *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Call `python -m slurm VERB` in this process, and check its exit status, unless `status` is None."""
+    return call(main, verb, *arguments, cwd=cwd, status=status, **env)
 
 
 @contextlib.contextmanager

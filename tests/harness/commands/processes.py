@@ -88,10 +88,21 @@ def command(name: str, *settings: str, runs: Path) -> list[str]:
     return [sys.executable, str(ROOT / "experiments" / f"{name}.py"), f"runs={runs}", *applicable(name, settings)]
 
 
-def run(name: str, *settings: str, runs: Path, timeout: float = 120, real: bool = False, **env: Any) -> Done:
-    """Run an experiment's script to its end, as a real process if `real`, else as a fork of the warm server."""
+def run(
+    name: str,
+    *settings: str,
+    runs: Path,
+    timeout: float = 120,
+    real: bool = False,
+    status: int | None = 0,
+    **env: Any,
+) -> Done:
+    """Run an experiment's script to its end and check its exit status, unless `status` is None.
+
+    The script is a real process if `real`, else a fork of the warm server.
+    """
     argv = command(name, *settings, runs=runs)
-    process = warm.execute(argv, env=environment(**env), timeout=timeout, real=real)
+    process = warm.execute(argv, env=environment(**env), timeout=timeout, real=real, status=status)
     return Done(process.returncode, process.stdout, process.stderr, runs)
 
 

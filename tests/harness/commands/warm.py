@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tests.harness.commands.exit_status import check_status
+
 ROOT = Path(__file__).resolve().parents[3]
 START_PREFIXES = (  # of variables that are read when an interpreter or a library starts
     "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_",
@@ -204,19 +206,18 @@ def execute(
     timeout: float = 120,
     real: bool = False,
     root: Path = ROOT,
-    check: bool = False,
+    status: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, like subprocess.run with captured text."""
+    """Run a command to its end, like subprocess.run with captured text, and check its exit status, if not None."""
     command = Command(argv, env=env, cwd=cwd, session=True, real=real, root=root)
     try:
-        status = command.wait(timeout)
+        returncode = command.wait(timeout)
     except BaseException:
         end_session(command.pid)
         command.wait(10)
         raise
-    completed = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
-    if check:
-        completed.check_returncode()
+    completed = subprocess.CompletedProcess(list(argv), returncode, command.out, command.err)
+    check_status(completed, status)
     return completed
 
 

@@ -25,10 +25,10 @@ SMALL = (
 )
 
 
-def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Done:
-    """Train with `faults` as described in tests/harness/elastic/faults.py."""
+def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode", status: int | None = 0) -> Done:
+    """Train with `faults` as described in tests/harness/elastic/faults.py, and check the exit status, if not None."""
     command = [sys.executable, "-m", "tests.harness.elastic.faults", name, faults, f"runs={runs}", *SMALL, *settings]
-    process = warm.execute(command, env=environment(), timeout=120)
+    process = warm.execute(command, env=environment(), timeout=120, status=status)
     return Done(process.returncode, process.stdout, process.stderr, runs)
 
 
@@ -47,11 +47,11 @@ def train_like(
     resumed. Its losses are checked as well, but other ranks were lost than in `faults`, so another run is trained.
     """
     for number in range(TRIES):
-        process = train(faults, *settings, runs=runs / str(number), name=name)
+        process = train(faults, *settings, runs=runs / str(number), name=name, status=None)
         logs = [file.read_text() for file in process.folder.path.glob("attempts/*/logs/rank-*.log")]
         is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
         if is_stuck and EndReason.SHARD_LOST.value in process.err:
-            resumed = resume(BY_NAME[name], process.folder)
+            resumed = resume(BY_NAME[name], process.folder, status=None)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:
             assert process.status == 0, (faults, process.err, logs)

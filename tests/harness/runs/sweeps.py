@@ -31,10 +31,13 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
     return file
 
 
-def sweep(file: Path, *options: str, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """Execute the command, as a fork of the warm server if not `real`. Its runs are separate processes."""
+def sweep(file: Path, *options: str, real: bool = False, status: int = 0) -> subprocess.CompletedProcess[str]:
+    """Execute the command, as a fork of the warm server if not `real`, and check its exit status.
+
+    Its runs are separate processes.
+    """
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *options, "--", str(file)]
-    return warm.execute(argv, env=environment(), timeout=200, real=real)
+    return warm.execute(argv, env=environment(), timeout=200, real=real, status=status)
 
 
 def cells(file: Path) -> list[dict[str, Any]]:

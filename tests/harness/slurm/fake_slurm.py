@@ -47,20 +47,26 @@ class Fake:
         return environment(**variables | extra)
 
 
-def call(fake: Fake, module: str, *arguments: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    """Execute a module of the sources in the folder `source`, by default of this checkout."""
+def call(
+    fake: Fake, module: str, *arguments: str, source: Path = ROOT, status: int | None = 0, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Execute a module of the sources in the folder `source`, by default of this checkout.
+
+    Its exit status is checked, unless `status` is None.
+    """
     command = [sys.executable, "-m", module, *arguments]
-    return warm.execute(command, cwd=source, env=fake.environment(PYTHONPATH=str(source), **env), timeout=60)
+    variables = fake.environment(PYTHONPATH=str(source), **env)
+    return warm.execute(command, cwd=source, env=variables, timeout=60, status=status)
 
 
 def call_here(
-    fake: Fake, main: Callable[[list[str]], int], *arguments: str, **env: str
+    fake: Fake, main: Callable[[list[str]], int], *arguments: str, status: int | None = 0, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Call a command in this process without cached outputs of the scheduler. A fork would take 0.4 s more."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
-        return in_process.call(main, *arguments, cwd=ROOT, **fake.environment(**env))
+        return in_process.call(main, *arguments, cwd=ROOT, status=status, **fake.environment(**env))
 
 
-def report(fake: Fake, *arguments: str) -> subprocess.CompletedProcess[str]:
+def report(fake: Fake, *arguments: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Call `python -m slurm` in this process, with a verb that starts no other process."""
-    return call_here(fake, slurm_main, *arguments)
+    return call_here(fake, slurm_main, *arguments, status=status)

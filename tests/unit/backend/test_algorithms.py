@@ -23,7 +23,8 @@ from common.backend.algorithms import (
 )
 from common.backend.algorithms.moves import Algorithm, Move, compute_chunk_bounds
 from common.system.errors import UserError
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import warm
+from tests.harness.commands.processes import environment
 
 SIZES = (*range(1, 9), 16)
 
@@ -319,20 +320,17 @@ gets     1.5 n      1.5 n      1.5 n      1.5 n
 """
 
 
-def run_drawing(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_drawing(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "common.backend.algorithms", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return warm.execute(command, env=environment(), real=True, status=status)
 
 
 def test_an_algorithm_is_drawn() -> None:
-    process = run_drawing("ring", "4")
-    assert process.returncode == 0, process.stderr
-    assert process.stdout == RING
+    assert run_drawing("ring", "4").stdout == RING
 
 
 def test_a_refused_drawing_exits_with_status_2_and_no_traceback() -> None:
-    process = run_drawing("ring", "0")
-    assert process.returncode == 2
+    process = run_drawing("ring", "0", status=2)
     assert not process.stdout
     assert process.stderr.startswith("error: argument ranks: expected a number")
     assert process.stderr.count("\n") == 1

@@ -20,8 +20,7 @@ def forget(ranks):
 
 def run_refused(*settings: str, runs: Path, **environment: Any) -> Done:
     """Run an experiment, and check that it is refused in one line and creates no run."""
-    process = run("ddp_multinode", *settings, runs=runs, **environment)
-    assert process.status == 2, process.err
+    process = run("ddp_multinode", *settings, runs=runs, status=2, **environment)
     assert process.err.count("\n") == 1, process.err
     assert not runs.exists()
     return process

@@ -63,8 +63,7 @@ def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
 
 
 def test_waiting_requires_a_run(tmp_path: Path) -> None:
-    process = in_process.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
-    assert process.returncode == 2
+    process = in_process.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc", status=2)
     assert process.stderr.count("\n") == 1
     assert "error: WAIT requires RUN=<id>" in process.stderr
 
@@ -101,11 +100,10 @@ def test_squeue_scontrol_and_sacct_are_queried_in_turn(
     folder = write_submitted_run(runs, "4711")
     for name, body in answers.items():
         fake.answer(name, body)
-    process = report(fake, "status", "--wait=0", str(folder.path))
+    process = report(fake, "status", "--wait=0", str(folder.path), status=exit_status)
     assert re.search(rf"  {state}  ", process.stdout), process.stdout + process.stderr
     if state == "PENDING":
         assert process.stdout.endswith("  job 4711 Resources\n")
-    assert process.returncode == exit_status
 
 
 def test_the_queue_is_queried_once_for_all_runs(fake: Fake, runs: Path) -> None:
@@ -137,7 +135,6 @@ def test_runs_are_listed_within_seconds_if_slurm_does_not_answer(fake: Fake, run
     answer_nothing(fake, "squeue", "scontrol", "sacct")
     start = time.monotonic()
     process = report(fake, "status", f"--runs-folder={runs}")
-    assert process.returncode == 0
     assert process.stdout.count("UNKNOWN") == 5, process.stdout + process.stderr
     assert time.monotonic() - start < 30, "much less than a time limit of 15 s per run"
     assert list_calls(fake, word_count=2) == ["squeue -h", "scontrol ping", "sacct -n"], "one call each for all runs"
@@ -175,8 +172,7 @@ def test_a_run_in_an_unknown_state_may_still_be_running(fake: Fake, runs: Path) 
     assert f"skipped {folder.path.name}: it is not known whether the run has ended (SLURM: " in output
     assert "); run make sync again when SLURM answers\nnothing to send" in output
     for command in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
-        process = report(fake, *command)
-        assert process.returncode == 2
+        process = report(fake, *command, status=2)
         assert f"{folder.path.name} is UNKNOWN; " in process.stderr, process.stderr
     fake.answer("sacct", "echo FAILED")
     assert report(fake, *sync).stdout == f"{offline_run}\n"
@@ -218,8 +214,7 @@ def submit_and_kill(fake: Fake, cache: Path, runs: Path) -> RunFolder:
     """Submit a run, and kill the command before it can delete the folder or record the job."""
     fake.answer("sbatch", "kill -9 $PPID")
     settings = f"data.name=digits data.cache={cache} runs={runs}"
-    process = call(fake, "slurm", "exp", f"--args={settings}", "--", "mnist_pipeline")
-    assert process.returncode == -signal.SIGKILL
+    call(fake, "slurm", "exp", f"--args={settings}", "--", "mnist_pipeline", status=-signal.SIGKILL)
     (path,) = runs.iterdir()
     folder = RunFolder(path)
     assert not folder.list_attempts()
@@ -236,10 +231,8 @@ def test_a_run_that_was_created_and_never_started_is_lost(fake: Fake, cache: Pat
 
     provenance.write_metadata(folder, [], {})  # as if this process, which is alive, were submitting the run
     assert status.read_state(folder) == ("PENDING", "being prepared")
-    process = report(fake, "cancel", str(folder.path))
-    assert process.returncode == 2
+    process = report(fake, "cancel", str(folder.path), status=2)
     assert "is still being prepared" in process.stderr
-    assert "Traceback" not in process.stderr
 
     (folder.path / "meta.json").unlink()  # config.yaml is written first
     assert status.read_state(folder)[0] == "PENDING"

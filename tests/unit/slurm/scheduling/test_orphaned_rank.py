@@ -35,7 +35,6 @@ def run_orphan(
     fake.answer("scontrol", f'case "$*" in requeue*) {requeue};; "show hostnames"*) echo "$3";; *) {show_job};; esac')
     variables = JOB | {"ELASTIC_COORDINATOR": coordinator}
     process = call(fake, "slurm.scheduling.orphaned_rank", str(folder.path), "node1", **variables)
-    assert process.returncode == 0, process.stderr
     return process
 
 

@@ -37,7 +37,7 @@ def end_job(fake: Fake, folder: RunFolder, status: int, *states: str) -> subproc
         path, exit_status = arguments
         return requeue.main(path, int(exit_status))
 
-    return call_here(fake, main, str(folder.path), str(status), **JOB)
+    return call_here(fake, main, str(folder.path), str(status), status=None, **JOB)
 
 
 def count_requeues(fake: Fake) -> int:
@@ -77,8 +77,7 @@ def test_a_requeue_by_slurm_itself_is_no_failure(fake: Fake, job_folder: RunFold
 
 def test_a_refused_requeue_is_the_reason_of_the_failure(fake: Fake, job_folder: RunFolder) -> None:
     answer_with_states(fake, SAME_START, requeue_command="echo 'requeue is disabled' >&2; exit 1")
-    process = call(fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), **JOB)
-    assert process.returncode == EXIT_RESUMABLE
+    call(fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), status=EXIT_RESUMABLE, **JOB)
     assert job_folder.result["state"] == "failed"
     assert "the job cannot be requeued" in job_folder.result["reason"]
     assert "requeue is disabled" in job_folder.result["reason"]
