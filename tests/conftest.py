@@ -16,7 +16,7 @@ from PIL import Image
 
 from common.data.prepare import prepare_digits
 from configs.shared import Data
-from tests.harness.commands.processes import script
+from tests.harness.commands.processes import Settings, script
 from tests.harness.commands.warm import ROOT, Server
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
 from tests.harness.environment.shared_results import Make, make_once, run_once
@@ -81,7 +81,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture
-def digits(cache: Path) -> tuple[str, ...]:
+def digits(cache: Path) -> Settings:
     """Settings of a quick run on the digits set, with nothing left to chance or to the network."""
     return (
         "data.name=digits",
@@ -118,7 +118,7 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 @pytest.fixture
-def quick(cache: Path) -> tuple[str, ...]:
+def quick(cache: Path) -> Settings:
     """13 steps an epoch, a checkpoint every third step, all kept."""
     data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=320", "data.test_limit=100")
     saving = ("checkpoint.every_steps=3", "checkpoint.every_seconds=0", "checkpoint.keep=100")

@@ -30,7 +30,7 @@ from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
 from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import PATIENCE, environment, script
+from tests.harness.commands.processes import PATIENCE, Settings, environment, script
 from tests.harness.commands.processes import run as experiment
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 from tests.harness.runs.synthetic_runs import Made
@@ -50,32 +50,32 @@ def describe_three_hosts() -> list[dict[str, Any]]:
     return hosts
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ({}, ""),
-        ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, but other ranks have"),
-        ({"address": ""}, "node3 (rank 2) cannot resolve its own name"),
-        ({"address": "127.0.1.1"}, "node3 (rank 2) resolves its own name to 127.0.1.1"),
-        ({"device": "H200"}, "node3 (rank 2) has H200, but other ranks have cpu"),
-        ({"cores": 1}, "node3 (rank 2) can use only 1 of the 4 requested cores"),
-        ({"disk_free_gb": 0.1}, "node3 (rank 2) has only 0.1 GB free"),
-        ({"disk_free_gb": None}, "node3 (rank 2) cannot access the disk of the run folders"),
-        ({"all_reduce_right": False}, "node3 (rank 2) got a wrong sum"),
-        ({"product_same": False}, "node3 (rank 2) computed different or infinite products"),
-        ({"product_finite": False}, "node3 (rank 2) computed different or infinite products"),
-        ({"gflop_per_s": 24.0}, "node3 (rank 2) is slow: matrix products at 24.0 GFLOP/s, compared with 50.0"),
-        ({"gflop_per_s": 26.0}, ""),
-        ({"disk_error": "cannot write /r: the disk is full", "disk_free_gb": 0.0}, "node3 (rank 2) cannot write /r"),
-        ({"disk_mb_per_s": 2}, "node3 (rank 2) writes run folders at only 2 MB/s"),
-        ({"disk_mb_per_s": 0}, "node3 (rank 2) writes run folders at only 0 MB/s"),
-        ({"data": {"digits-1": "ffff"}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
-        ({"data": {}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
-        ({"data_damaged": ["/d/x.npy"]}, "node3 (rank 2): /d/x.npy is damaged"),
-        ({"times": [130.0, 131.0, 132.0]}, "node3 (rank 2): its clock differs by +30.0 s from other hosts"),
-        ({"times": [130.0, 101.0, 132.0]}, ""),
-    ],
-)
+HOST_FAULTS = [
+    ({}, ""),
+    ({"versions": {"torch": "2.11.0", "numpy": "2.4"}}, "node3 (rank 2) has torch 2.11.0, but other ranks have"),
+    ({"address": ""}, "node3 (rank 2) cannot resolve its own name"),
+    ({"address": "127.0.1.1"}, "node3 (rank 2) resolves its own name to 127.0.1.1"),
+    ({"device": "H200"}, "node3 (rank 2) has H200, but other ranks have cpu"),
+    ({"cores": 1}, "node3 (rank 2) can use only 1 of the 4 requested cores"),
+    ({"disk_free_gb": 0.1}, "node3 (rank 2) has only 0.1 GB free"),
+    ({"disk_free_gb": None}, "node3 (rank 2) cannot access the disk of the run folders"),
+    ({"all_reduce_right": False}, "node3 (rank 2) got a wrong sum"),
+    ({"product_same": False}, "node3 (rank 2) computed different or infinite products"),
+    ({"product_finite": False}, "node3 (rank 2) computed different or infinite products"),
+    ({"gflop_per_s": 24.0}, "node3 (rank 2) is slow: matrix products at 24.0 GFLOP/s, compared with 50.0"),
+    ({"gflop_per_s": 26.0}, ""),
+    ({"disk_error": "cannot write /r: the disk is full", "disk_free_gb": 0.0}, "node3 (rank 2) cannot write /r"),
+    ({"disk_mb_per_s": 2}, "node3 (rank 2) writes run folders at only 2 MB/s"),
+    ({"disk_mb_per_s": 0}, "node3 (rank 2) writes run folders at only 0 MB/s"),
+    ({"data": {"digits-1": "ffff"}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
+    ({"data": {}}, "node3 (rank 2): the data set digits-1 is missing or differs"),
+    ({"data_damaged": ["/d/x.npy"]}, "node3 (rank 2): /d/x.npy is damaged"),
+    ({"times": [130.0, 131.0, 132.0]}, "node3 (rank 2): its clock differs by +30.0 s from other hosts"),
+    ({"times": [130.0, 101.0, 132.0]}, ""),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), HOST_FAULTS)
 def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -> None:
     facts = describe_three_hosts()
     facts[2] |= fault
@@ -150,7 +150,7 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_that_diverged_is_explained(digits: Settings, tmp_path: Path) -> None:
     settings = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
     run = experiment("mnist_pipeline", *digits, *settings, runs=tmp_path, status=2)
     report = doctor(f"--run={run.folder.path}")
@@ -166,13 +166,13 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     assert facts["state"] == "failed"
     assert facts["first_error"]["rank"] in (0, 1)
     assert len(facts["ranks"]) == 2
-    completed = in_process.run_verb("status", "--json=1", "--", str(run.folder.path))
+    completed = in_process.run_verb("status", "--json=1", "--", str(run.folder.path), status=1)
     (status,) = json.loads(completed.stdout)
     assert facts["step"] == status["step"]
     assert facts["first_error"]["step"] > 1, "a failing rank records its last step"
 
 
-def test_a_rank_that_was_killed_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_rank_that_was_killed_is_named(digits: Settings, tmp_path: Path) -> None:
     settings = (*digits, "steps=100000", "epochs=300", "log.progress=none")
     with train_long("mnist_pipeline", *settings, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
@@ -203,24 +203,18 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -
     assert "on a machine with more memory, or start a new run with a smaller batch or model" in report, report
 
 
-@pytest.mark.parametrize(
-    ("reason", "advice"),
-    [
-        ("the loss of step 3 is nan", 'RESUME={} ARGS="optim.lr=0.05"'),
-        ("rank 1 was killed by SIGKILL: the system ran out of memory", "RESUME={} on a machine with more memory, or"),
-        (
-            "no valid checkpoint left (attempt 1 step 2); repair one",
-            "RESUME={} after removing {}/attempts/*/checkpoints",
-        ),
-        ("rank 1 was killed by SIGKILL", "make exp RESUME={}"),
-        ("rank 1 failed: RuntimeError: Connection closed by peer", "make exp RESUME={}"),
-        (
-            "rank 1 failed: TypeError: of x",
-            'fix the error, then start a new run: make exp NAME=ddp_multinode ARGS="..."\n'
-            "RESUME= would use the old source in {}/code",
-        ),
-    ],
-)
+ADVICE_BY_REASON = {
+    "the loss of step 3 is nan": 'RESUME={} ARGS="optim.lr=0.05"',
+    "rank 1 was killed by SIGKILL: the system ran out of memory": "RESUME={} on a machine with more memory, or",
+    "no valid checkpoint left (attempt 1 step 2); repair one": "RESUME={} after removing {}/attempts/*/checkpoints",
+    "rank 1 was killed by SIGKILL": "make exp RESUME={}",
+    "rank 1 failed: RuntimeError: Connection closed by peer": "make exp RESUME={}",
+    "rank 1 failed: TypeError: of x": 'fix the error, then start a new run: make exp NAME=ddp_multinode ARGS="..."\n'
+    "RESUME= would use the old source in {}/code",
+}
+
+
+@pytest.mark.parametrize(("reason", "advice"), ADVICE_BY_REASON.items())
 def test_the_last_line_of_a_run_says_how_to_continue(reason: str, advice: str, tmp_path: Path) -> None:
     folder = make_failed_run(tmp_path, reason)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
@@ -242,16 +236,16 @@ def test_a_rank_that_did_not_answer_is_the_cause_of_a_later_kill(tmp_path: Path)
     assert diagnosis.collect_diagnosis(folder)["cause"] == message
 
 
-@pytest.mark.parametrize(
-    ("error", "is_source_error"),
-    [
-        ("ValueError: of x", True),
-        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied", True),
-        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", False),
-        ("OSError: Input/output error", False),
-        ("microbatches=3 does not divide the batch", False),
-    ],
-)
+SOURCE_ERRORS = {
+    "ValueError: of x": True,
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied": True,
+    "RuntimeError: CUDA error: uncorrectable ECC error encountered": False,
+    "OSError: Input/output error": False,
+    "microbatches=3 does not divide the batch": False,
+}
+
+
+@pytest.mark.parametrize(("error", "is_source_error"), SOURCE_ERRORS.items())
 def test_a_run_with_an_error_in_its_source_is_not_resumed(tmp_path: Path, error: str, is_source_error: bool) -> None:
     folder = make_failed_run(tmp_path)
     folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
@@ -292,55 +286,55 @@ CLOSED_CONNECTION = "RuntimeError: Connection closed by peer"
 NETWORK_ERROR = "torch.distributed.DistNetworkError: all_reduce: "
 
 
-@pytest.mark.parametrize(
-    ("errors", "first", "cause"),
-    [
+ERRORS_OF_RANKS = [
+    (
+        ("", CLOSED_CONNECTION),
+        1,
+        "rank 0 on vm ended without an error message (it may have been killed "
+        "or run out of memory, or its host may have failed)",
+    ),
+    (
+        ("", f"{NETWORK_ERROR}rank 0 has closed its connection; see its log"),
+        1,
+        "rank 0 on vm ended without an error message",
+    ),
+    (
+        ("09:00:02,500 KeyError: x", f"{NETWORK_ERROR}the connection with rank 0 failed: x"),
+        0,
+        "rank 0 on vm failed first: aft",
+    ),
+    (
+        (f"09:00:02,500 {CLOSED_CONNECTION}", "09:00:02,100 OutOfMemoryError: CUDA out of memory."),
+        1,
+        "rank 1 on vm: out of mem",
+    ),
+    (
+        ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
+        0,
+        "rank 0 on vm failed first: after step 3: V",
+    ),
+    (
+        ("09:00:01,000 UserError: the disk is full", CLOSED_CONNECTION),
+        0,
+        "rank 0 on vm: the disk is full; free up space",
+    ),
+    (
+        ("09:00:01,000 ModuleNotFoundError: x", ""),
+        0,
+        "rank 0 on vm: a Python package is missing; to check all hosts: make doctor",
+    ),
+    (
         (
-            ("", CLOSED_CONNECTION),
-            1,
-            "rank 0 on vm ended without an error message (it may have been killed "
-            "or run out of memory, or its host may have failed)",
+            "09:00:01,000 rank 1 on vm did not answer within 8 s",
+            "09:00:09,000 rank 0 on vm, through which the others meet, does not answer",
         ),
-        (
-            ("", f"{NETWORK_ERROR}rank 0 has closed its connection; see its log"),
-            1,
-            "rank 0 on vm ended without an error message",
-        ),
-        (
-            ("09:00:02,500 KeyError: x", f"{NETWORK_ERROR}the connection with rank 0 failed: x"),
-            0,
-            "rank 0 on vm failed first: aft",
-        ),
-        (
-            (f"09:00:02,500 {CLOSED_CONNECTION}", "09:00:02,100 OutOfMemoryError: CUDA out of memory."),
-            1,
-            "rank 1 on vm: out of mem",
-        ),
-        (
-            ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
-            0,
-            "rank 0 on vm failed first: after step 3: V",
-        ),
-        (
-            ("09:00:01,000 UserError: the disk is full", CLOSED_CONNECTION),
-            0,
-            "rank 0 on vm: the disk is full; free up space",
-        ),
-        (
-            ("09:00:01,000 ModuleNotFoundError: x", ""),
-            0,
-            "rank 0 on vm: a Python package is missing; to check all hosts: make doctor",
-        ),
-        (
-            (
-                "09:00:01,000 rank 1 on vm did not answer within 8 s",
-                "09:00:09,000 rank 0 on vm, through which the others meet, does not answer",
-            ),
-            0,
-            "after step 3: rank 1 on vm did not answer within 8 s",
-        ),
-    ],
-)
+        0,
+        "after step 3: rank 1 on vm did not answer within 8 s",
+    ),
+]
+
+
+@pytest.mark.parametrize(("errors", "first", "cause"), ERRORS_OF_RANKS)
 def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, str], first: int, cause: str) -> None:
     folder = make_failed_run(tmp_path)
     for rank, error in enumerate(errors):
@@ -419,16 +413,16 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_reported(
 DAMAGED = "the certificate in /x is damaged (BAD); restart the run"
 
 
-@pytest.mark.parametrize(
-    ("output", "cause", "old_cause"),
-    [
-        (f"error: {DAMAGED}", "other", "damaged_data"),
-        (f"Traceback\n  File x\ncommon.system.errors.UserError: {DAMAGED}", "other", "damaged_data"),
-        (f"2026-01-01 09:00:02,500 ERROR after step 3: {DAMAGED}", "other", "damaged_data"),
-        ("Traceback\n  File x\nModuleNotFoundError: No module named 'torch'", "missing_package", "missing_package"),
-        ("2026-01-01 09:00:02,500 ERROR in a hook:\nOSError: No space left on device", "disk_full", "disk_full"),
-    ],
-)
+CAUSES_BY_OUTPUT = [
+    (f"error: {DAMAGED}", "other", "damaged_data"),
+    (f"Traceback\n  File x\ncommon.system.errors.UserError: {DAMAGED}", "other", "damaged_data"),
+    (f"2026-01-01 09:00:02,500 ERROR after step 3: {DAMAGED}", "other", "damaged_data"),
+    ("Traceback\n  File x\nModuleNotFoundError: No module named 'torch'", "missing_package", "missing_package"),
+    ("2026-01-01 09:00:02,500 ERROR in a hook:\nOSError: No space left on device", "disk_full", "disk_full"),
+]
+
+
+@pytest.mark.parametrize(("output", "cause", "old_cause"), CAUSES_BY_OUTPUT)
 def test_messages_of_this_project_are_searched_only_in_logs_of_older_versions(
     tmp_path: Path, output: str, cause: str, old_cause: str
 ) -> None:
@@ -498,10 +492,10 @@ class Leaves(torch.optim.SGD):
 """
 
 
-def test_a_rank_that_exits_without_an_error_message_is_named(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_rank_that_exits_without_an_error_message_is_named(digits: Settings, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(EXITING_OPTIMIZER)
     settings = (f"optim.name={tmp_path / 'own.py'}:Leaves", "steps=4")
-    run = experiment("ddp_multinode", *digits, *settings, runs=tmp_path / "runs")
+    run = experiment("ddp_multinode", *digits, *settings, runs=tmp_path / "runs", status=3)
     assert run.folder.result["cause"] == "exited", run.err
     report = doctor(f"--run={run.folder.path}")
     assert re.search(r"likely cause  rank 1 .*: after step 0: exited with status 3 without an error message", report)
@@ -534,16 +528,16 @@ def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ..
     assert (slowest and slowest.rank) == slow
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "samples", "slow"),
-    [
-        ((30.0, 10.0), (96, 32), None),
-        ((30.0, 10.0), (48, 48), 0),
-        ((30.0, 10.0), (None, None), 0),
-        ((20.0, 30.0, 10.0), (64, 32, 32), 1),
-        ((30.0, 1.0), (96, 0), 0),
-    ],
-)
+TIMES_WITH_SAMPLES = [
+    ((30.0, 10.0), (96, 32), None),
+    ((30.0, 10.0), (48, 48), 0),
+    ((30.0, 10.0), (None, None), 0),
+    ((20.0, 30.0, 10.0), (64, 32, 32), 1),
+    ((30.0, 1.0), (96, 0), 0),
+]
+
+
+@pytest.mark.parametrize(("milliseconds", "samples", "slow"), TIMES_WITH_SAMPLES)
 def test_a_rank_with_more_samples_is_no_straggler(
     milliseconds: tuple[float, ...], samples: tuple[int | None, ...], slow: int | None
 ) -> None:
@@ -564,19 +558,19 @@ def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monk
     assert checks.describe_down_hosts(slurm, 1, "") == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--run=nothing"], "'nothing': no such run folder"),
-        (["--run="], "RUN is missing; set RUN=<id>"),
-        (["--nodes=x"], "NODES must be an integer from 1 to"),
-        (["--args=--help"], "ARGS: --help is not a setting"),
-        (["--args=runs=x optim.lr=3"], "doctor does not use optim.lr; use only runs, data.cache, launch.mixed and"),
-        (["--args=rums=x"], "unknown key rums; did you mean runs?"),
-        (["--json=2"], "JSON must be 0 or 1 (got '2')"),
-        (["--run=0000", "--nodes=2"], "RUN diagnoses a run, but NODES applies to checks of hosts"),
-    ],
-)
+INVALID_ARGUMENTS = [
+    (["--run=nothing"], "'nothing': no such run folder"),
+    (["--run="], "RUN is missing; set RUN=<id>"),
+    (["--nodes=x"], "NODES must be an integer from 1 to"),
+    (["--args=--help"], "ARGS: --help is not a setting"),
+    (["--args=runs=x optim.lr=3"], "doctor does not use optim.lr; use only runs, data.cache, launch.mixed and"),
+    (["--args=rums=x"], "unknown key rums; did you mean runs?"),
+    (["--json=2"], "JSON must be 0 or 1 (got '2')"),
+    (["--run=0000", "--nodes=2"], "RUN diagnoses a run, but NODES applies to checks of hosts"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS)
 def test_invalid_arguments_are_refused(arguments: list[str], message: str) -> None:
     completed = in_process.run_verb("doctor", *arguments, status=2)
     assert message in completed.stderr

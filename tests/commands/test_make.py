@@ -26,7 +26,7 @@ from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
 from tests.harness.commands import in_process
 from tests.harness.commands.make_targets import handed_over
-from tests.harness.commands.processes import Done, environment, processes_of, script
+from tests.harness.commands.processes import Done, Settings, environment, processes_of, script
 from tests.harness.commands.warm import ROOT
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake
@@ -54,7 +54,8 @@ HOSTILE = [
 THROUGH_MAKE = ["$(shell touch pwned)", "x\n\ttouch pwned", '"; touch pwned; "']
 
 
-def make(place: Path, *arguments: str, **env: str) -> Done:
+def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> Done:
+    """Execute make in a folder, and check its exit status, unless `status` is None."""
     completed = subprocess.run(
         ["make", *arguments],
         cwd=place,
@@ -65,6 +66,7 @@ def make(place: Path, *arguments: str, **env: str) -> Done:
         timeout=60,
         check=False,
     )
+    assert status in (None, completed.returncode), completed
     return Done(completed.returncode, completed.stdout, completed.stderr, place / "runs")
 
 
@@ -72,26 +74,21 @@ def check_nothing_was_created(place: Path) -> None:
     assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
 
 
-def refused(completed: Done, place: Path) -> str:
-    """Check that a command printed one message, failed and created nothing; return the message."""
+def refused(place: Path, *arguments: str) -> str:
+    """Check that make prints one error, fails and creates nothing; return the error."""
+    completed = make(place, *arguments, status=2)
     check_nothing_was_created(place)
-    return message_of(completed.status, completed.out, completed.err)
-
-
-def message_of(status: int, out: str, err: str) -> str:
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert status == 2, out + err
-    assert len(errors) == 1, err
-    assert "Traceback" not in out + err
-    return errors[0]
+    assert "Traceback" not in completed.out + completed.err, completed
+    (error,) = (line for line in completed.err.splitlines() if line.startswith("error: "))
+    return error
 
 
 def refused_inside(place: Path, *arguments: str) -> str:
     """Check the same of a command that is called within this process."""
     before = sorted(place.iterdir())
-    completed = in_process.run_verb(*arguments, cwd=place)
+    completed = in_process.run_verb(*arguments, cwd=place, status=2)
     assert sorted(place.iterdir()) == before
-    return message_of(completed.returncode, completed.stdout, completed.stderr)
+    return completed.stderr
 
 
 def submitted(place: Path, *arguments: str, name: str = "mnist_pipeline") -> str:
@@ -157,9 +154,8 @@ def test_every_setting_of_a_target_reaches_its_command(place: Path, target: str)
 def test_no_setting_is_expanded(place: Path, target: str) -> None:
     text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
     variables = VARIABLES_BY_TARGET[target]
-    completed = make(place, "--dry-run", target, *(f"{variable}={text}" for variable in variables))
-    assert completed.status == 0, completed.err
-    assert make(place, "--dry-run", target, **dict.fromkeys(variables, text)).status == 0
+    make(place, "--dry-run", target, *(f"{variable}={text}" for variable in variables))
+    make(place, "--dry-run", target, status=0, **dict.fromkeys(variables, text))
     assert not (place / "pwned").exists()
 
 
@@ -201,14 +197,12 @@ def test_an_invalid_budget_is_refused(minutes: str) -> None:
 
 @pytest.mark.parametrize("target", ["lint", "test-all", "tables"])
 def test_targets_without_settings_refuse_them(place: Path, target: str) -> None:
-    completed = make(place, target, "NODES=2")
-    assert completed.status == 2
+    completed = make(place, target, "NODES=2", status=2)
     assert f"make {target} does not accept NODES; it accepts PYTHON" in completed.err
 
 
 def test_clean_refuses_a_dry_run(place: Path) -> None:
-    completed = make(place, "clean", "DRY_RUN=1")
-    assert completed.status == 2
+    completed = make(place, "clean", "DRY_RUN=1", status=2)
     assert "make clean has no settings" in completed.err
     assert (place / ".venv").exists()
 
@@ -229,17 +223,14 @@ def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_text("".join(f"def test_{letter}() -> None: ...\n" for letter in "abc"))
     completed = make(place, "test", "TESTS=-k 'test_a or test_b'")
-    assert completed.status == 0, completed
     assert "2 passed, 1 deselected" in completed.out, completed
-    completed = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'")
+    completed = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'", status=2)
     assert "/$(touch pwned)`touch pwned`' not found" in completed.err, completed
     assert not (place / "pwned").exists(), completed
-    completed = make(place, "test", "TESTS=tests/unit/test_fst.py::test_a")
+    completed = make(place, "test", "TESTS=tests/unit/test_fst.py::test_a", status=2)
     message = "error: TESTS=tests/unit/test_fst.py: no such file or folder; did you mean tests/unit/test_fast.py?"
-    assert completed.status == 2, completed
     assert message in completed.err, completed
-    completed = make(place, "test", "TESTS=-k 'a or b")
-    assert completed.status == 2, completed
+    completed = make(place, "test", "TESTS=-k 'a or b", status=2)
     assert 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in completed.err, completed
 
 
@@ -248,10 +239,10 @@ def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
 
 @pytest.mark.parametrize("text", THROUGH_MAKE, ids=ascii)
 def test_hostile_arguments_are_refused_through_make(place: Path, text: str) -> None:
-    message = refused(make(place, "exp", f"NAME={text}"), place)
+    message = refused(place, "exp", f"NAME={text}")
     assert "unknown experiment" in message
     assert "mnist_pipeline" in message
-    refused(make(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}"), place)
+    refused(place, "exp", "NAME=mnist_pipeline", f"ARGS={text}")
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
@@ -280,7 +271,7 @@ def test_bad_node_counts_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_invalid_number_of_nodes_is_refused_with_the_valid_ones(place: Path) -> None:
-    message = refused(make(place, "exp", "NAME=mnist_pipeline", "NODES=3"), place)
+    message = refused(place, "exp", "NAME=mnist_pipeline", "NODES=3")
     assert "launch.nodes=3" in message
     assert "[1, 2]" in message
 
@@ -296,14 +287,13 @@ def test_hostile_arguments_about_runs_are_refused(tmp_path: Path, arguments: tup
 
 
 def test_missing_name_lists_the_experiments(place: Path) -> None:
-    assert "run, for example, make exp NAME=" in refused(make(place, "exp"), place)
+    assert "run, for example, make exp NAME=" in refused(place, "exp")
 
 
 def test_help_and_print_config(place: Path) -> None:
     completed = in_process.run_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
     assert "microbatches=4" in completed.stdout
     printed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
-    assert printed.status == 0
     settings = yaml.safe_load(printed.out)
     assert settings["batch"] == 128
     assert settings["launch"]["nodes"] == 2
@@ -343,14 +333,13 @@ for words in (
         assert part in line, messages
 
 
-def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
+def test_nodes_are_laid_out_as_local_processes(place: Path, digits: Settings) -> None:
     """SLURM is installed without a configuration, as in a fresh installation of Debian."""
     fake = Fake(place.parent)
     fake.conf.unlink()
     env = fake.environment()
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
-    completed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, **env)
-    assert completed.status == 0, completed
+    completed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, status=0, **env)
     assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.out
     assert not fake.calls.exists()
     assert completed.folder.result["state"] == "finished"
@@ -363,42 +352,39 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
 
 def test_numbers_of_hosts_are_passed_on_unchanged(place: Path) -> None:
     text = "$(shell touch pwned)'\"`"
-    assert f"(got {text!r})" in refused(make(place, "cluster-up", f"NODES={text}"), place)
+    assert f"(got {text!r})" in refused(place, "cluster-up", f"NODES={text}")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "accepted"),
-    [
-        ("exp NODE=2", "NAME NODES"),
-        ("prune-runs RUN=1234 DRY_RUN=0", "RUNS NAME LAST WHERE DELETE DRY_RUN"),
-        ("tour ARGS=a", ""),
-    ],
-)
+ACCEPTED_SETTINGS = {
+    "exp NODE=2": "NAME NODES",
+    "prune-runs RUN=1234 DRY_RUN=0": "RUNS NAME LAST WHERE DELETE DRY_RUN",
+    "tour ARGS=a": "",
+}
+
+
+@pytest.mark.parametrize(("arguments", "accepted"), ACCEPTED_SETTINGS.items())
 def test_an_unknown_setting_of_a_target_is_refused(place: Path, arguments: str, accepted: str) -> None:
-    completed = make(place, *arguments.split())
+    completed = make(place, *arguments.split(), status=2)
     target, setting = arguments.split()[:2]
     name = setting.partition("=")[0]
-    assert completed.status == 2
     assert f"make {target} does not accept {name}; it accepts PYTHON {accepted}".strip() in completed.err
 
 
 def test_the_environment_sets_nothing(place: Path) -> None:
-    completed = make(place, "status", NAME="DESKTOP-1", RUN="anna's", JSON="yes", WAIT="x")
-    assert completed.status == 0, completed.err
+    make(place, "status", NAME="DESKTOP-1", RUN="anna's", JSON="yes", WAIT="x")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [
-        ("status", 0),
-        ("compare", 0),
-        ("logs -- 0000", 0),
-        ("doctor --run=0000", 0),
-        ("doctor --help", 0),
-        ("prune-runs", 128 + signal.SIGPIPE),
-    ],
-    ids=str,
-)
+STATUS_WITH_CLOSED_PIPE = {
+    "status": 0,
+    "compare": 0,
+    "logs -- 0000": 0,
+    "doctor --run=0000": 0,
+    "doctor --help": 0,
+    "prune-runs": 128 + signal.SIGPIPE,
+}
+
+
+@pytest.mark.parametrize(("arguments", "status"), STATUS_WITH_CLOSED_PIPE.items(), ids=str)
 def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) -> None:
     Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
     reader, writer = os.pipe()
@@ -412,23 +398,22 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) 
 
 @pytest.mark.parametrize("verb", ["logs", "cancel"])
 def test_a_missing_run_is_refused_with_the_newest_runs(place: Path, verb: str) -> None:
-    assert "RUN is missing; set RUN=<id> (newest runs in runs: none)" in refused(make(place, verb), place)
+    assert "RUN is missing; set RUN=<id> (newest runs in runs: none)" in refused(place, verb)
     for age, name in enumerate(("d", "c", "b", "a")):
         file = place / "runs" / name / "config.yaml"
         file.parent.mkdir(parents=True)
         file.touch()
         os.utime(file, (1000 - age, 1000 - age))
-    completed = make(place, verb)
-    assert completed.status == 2
+    completed = make(place, verb, status=2)
     assert completed.err.startswith("error: RUN is missing; set RUN=<id> (newest runs in runs: d, c, b)")
 
 
 # ---- setting up
 
 
-def set_up(place: Path, python: Path | str) -> Done:
+def set_up(place: Path, python: Path | str, status: int = 0) -> Done:
     shutil.rmtree(place / ".venv", ignore_errors=True)
-    return make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={python}")
+    return make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={python}", status=status)
 
 
 def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
@@ -446,16 +431,14 @@ def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
 
 
 def test_python_without_venv_gets_the_remedy(place: Path) -> None:
-    completed = set_up(place, fake_python(place, bare=True))
-    assert completed.status == 2
+    completed = set_up(place, fake_python(place, bare=True), status=2)
     assert "apt-get install python3-venv" in completed.err
     assert not (place / ".venv").exists()
 
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> None:
-    completed = set_up(place, "/nowhere/python3" if missing else fake_python(place, older=True))
-    assert completed.status == 2
+    completed = set_up(place, "/nowhere/python3" if missing else fake_python(place, older=True), status=2)
     assert completed.err.count("error: ") == 1
     assert "older than Python 3.11; set PYTHON=" in completed.err
     assert not (place / ".venv").exists()
@@ -468,42 +451,41 @@ def test_an_unknown_setting_is_refused_before_anything_is_set_up(place: Path) ->
         ("exp NAME=mnist_pipeline NODS=2", "exp", "NODS"),
         ("lint A=1", "lint", "A"),
     ):
-        completed = make(place, *arguments.split(), f"PYTHON={fake_python(place)}")
+        completed = make(place, *arguments.split(), f"PYTHON={fake_python(place)}", status=2)
         message = f"error: make {target} does not accept {name}; it accepts PYTHON"
-        assert completed.status == 2, completed.err
         assert message in completed.err, completed.err
         assert not (place / ".venv").exists()
         assert "setting up" not in completed.out
-    assert make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={fake_python(place)}").status == 0
+    make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={fake_python(place)}")
 
 
 def test_environment_is_built_once_and_again_only_for_new_requirements(place: Path) -> None:
     python = fake_python(place)
     installed = place.parent / "installed"
     for _ in range(2):
-        assert make(place, "logs", f"PYTHON={python}").status
+        make(place, "logs", f"PYTHON={python}", status=2)
     assert not installed.exists()  # .venv was there
-    assert set_up(place, python).status == 0
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    set_up(place, python)
+    make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 1
     os.utime(place / "Makefile")
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 1
     later = (place / ".venv/.ready").stat().st_mtime + 10
     os.utime(place / "requirements.txt", (later, later))
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 1  # a checkout sets the time, and the content is the same
     with open(place / "requirements.txt", "a") as file:
         file.write("# another\n")
     os.utime(place / "requirements.txt", (later + 10, later + 10))
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 2
 
 
 def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> None:
     python = fake_python(place)
     installed = place.parent / "installed"
-    assert set_up(place, python).status == 0
+    set_up(place, python)
     library = place / ".venv/library.so"
     library.write_bytes(bytes(4096))
     with open(place / "requirements.txt", "a") as file:
@@ -511,18 +493,15 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
     later = (place / ".venv/.ready").stat().st_mtime + 10
     os.utime(place / "requirements.txt", (later, later))
     with open(library, "rb") as mapped, mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ):
-        completed = make(place, "lint", f"PYTHON={python}")
+        completed = make(place, "lint", f"PYTHON={python}", status=2)
         reports = [make(place, *arguments, f"PYTHON={python}") for arguments in (["status"], ["doctor", "RUN=0000"])]
-        examination = make(place, "doctor", f"PYTHON={python}")
-    assert completed.status
+        make(place, "doctor", f"PYTHON={python}", status=2)
     assert "while processes use .venv; stop them (make status, make cancel" in completed.err
-    assert examination.status
     assert library.exists()
-    assert [report.status for report in reports] == [0, 0], reports
     for report in reports:
         assert report.err.count("note: requirements.txt has changed") == 1, reports
     assert installed.read_text().count("installed") == 1
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 2
     assert not library.exists()
 
@@ -533,6 +512,6 @@ def test_folder_behind_a_linked_environment_is_left_alone(place: Path) -> None:
     (place / ".venv").symlink_to(shared)
     before = sorted(shared.rglob("*"))
     (shared / ".ready").unlink()
-    assert make(place, "lint", f"PYTHON={fake_python(place)}").status == 0
+    make(place, "lint", f"PYTHON={fake_python(place)}")
     assert sorted(shared.rglob("*")) == [path for path in before if path.name != ".ready"]
     assert not (place / ".venv").is_symlink()

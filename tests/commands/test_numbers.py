@@ -102,16 +102,16 @@ def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:
     assert "<details>" not in table
 
 
-@pytest.mark.parametrize(
-    ("row", "verdict"),
-    [
-        (at_least("", Number(1.30, 1, 2), 1.3), "met"),
-        (at_least("", Number(1.24, 1, 2), 1.3), "met within 5 %"),
-        (at_least("", Number(1.23, 1, 2), 1.3), "missed"),
-        (at_most("", Number(1.36, 1, 2), 1.3), "met within 5 %"),
-        (at_most("", Number(1.37, 1, 2), 1.3), "missed"),
-    ],
-)
+VERDICTS = [
+    (at_least("", Number(1.30, 1, 2), 1.3), "met"),
+    (at_least("", Number(1.24, 1, 2), 1.3), "met within 5 %"),
+    (at_least("", Number(1.23, 1, 2), 1.3), "missed"),
+    (at_most("", Number(1.36, 1, 2), 1.3), "met within 5 %"),
+    (at_most("", Number(1.37, 1, 2), 1.3), "missed"),
+]
+
+
+@pytest.mark.parametrize(("row", "verdict"), VERDICTS)
 def test_goals(row: Row, verdict: str) -> None:
     assert records.verdict(row.json()) == verdict
 

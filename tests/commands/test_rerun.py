@@ -174,7 +174,7 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     assert completed.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old]
     assert "\nsame " not in completed.stdout
-    completed = in_process.run_verb("rerun", "--args=seed=1", "--", str(old))
+    completed = in_process.run_verb("rerun", "--args=seed=1", "--", str(old), status=2)
     assert differing(completed.stdout) == ["seed: was 0, now 1", line]
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
@@ -204,19 +204,19 @@ def test_the_largest_difference_of_losses_is_printed(tmp_path: Path, capsys: pyt
     assert float(match[1]) == pytest.approx(0.5, rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--", "nothing"], "'nothing': no such run folder"),
-        (["--"], "RUN is missing; set RUN=<id>"),
-        (["--args=seed=x", "--", "{old}"], "seed=x: expected an integer"),
-        (["--args=sed=1", "--", "{old}"], "unknown key sed; did you mean seed?"),
-        (["--args=--help", "--", "{old}"], "ARGS: --help is not a setting; expected key=value"),
-        (["--args=seed=1 --print-config", "--", "{old}"], "ARGS: --print-config is not a setting"),
-        (["--launch=nowhere", "--", "{old}"], "LAUNCH=nowhere is unknown"),
-        (["--", "{bare}"], "no longer has its source code in code/"),
-    ],
-)
+REFUSED_ARGUMENTS = [
+    (["--", "nothing"], "'nothing': no such run folder"),
+    (["--"], "RUN is missing; set RUN=<id>"),
+    (["--args=seed=x", "--", "{old}"], "seed=x: expected an integer"),
+    (["--args=sed=1", "--", "{old}"], "unknown key sed; did you mean seed?"),
+    (["--args=--help", "--", "{old}"], "ARGS: --help is not a setting; expected key=value"),
+    (["--args=seed=1 --print-config", "--", "{old}"], "ARGS: --print-config is not a setting"),
+    (["--launch=nowhere", "--", "{old}"], "LAUNCH=nowhere is unknown"),
+    (["--", "{bare}"], "no longer has its source code in code/"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED_ARGUMENTS)
 def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     for name in ("mnist_pipeline-20260101-000000-aaaa", "mnist_pipeline-20260101-000000-bbbb"):
         (tmp_path / name).mkdir()

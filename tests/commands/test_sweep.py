@@ -51,24 +51,24 @@ def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path
         assert cell["run"] in compared.stdout
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
-        ({"experiment": ""}, "experiment is missing; add a line such as experiment: amp_accum"),
-        ({"experiment": "mnist_pipelin"}, "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
-        ({}, "the sweep has 0 points; specify 1 to 10,000 points"),
-        ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
-        ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
-        ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
-        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is listed more than once"),
-        ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats must be an integer from 1"),
-        ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 cannot be combined with points that set seed"),
-        ({"points": ["batch"]}, "points: expected `key: value`"),
-        ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs must be the same for all points"),
-        ([], "expected `key: value` lines, including experiment"),
-    ],
-)
+INVALID_FILES = [
+    ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
+    ({"experiment": ""}, "experiment is missing; add a line such as experiment: amp_accum"),
+    ({"experiment": "mnist_pipelin"}, "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
+    ({}, "the sweep has 0 points; specify 1 to 10,000 points"),
+    ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
+    ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
+    ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
+    ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is listed more than once"),
+    ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats must be an integer from 1"),
+    ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 cannot be combined with points that set seed"),
+    ({"points": ["batch"]}, "points: expected `key: value`"),
+    ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs must be the same for all points"),
+    ([], "expected `key: value` lines, including experiment"),
+]
+
+
+@pytest.mark.parametrize(("tree", "message"), INVALID_FILES)
 def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
@@ -114,7 +114,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
     fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
     completed = in_process.run_verb(
-        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment()
+        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, status=0, **fake.environment()
     )
     assert "(2 missing); 2 to run now" in completed.stdout
     assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in completed.stdout
@@ -257,6 +257,5 @@ def test_a_point_that_is_still_stopping_is_skipped(
         Result("cancelled", 130).write(folder)
         completed = in_process.run_verb("sweep", "--launch=local", "--", str(file))
         other.kill()
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "skipped    batch=32: " in completed.stdout
     assert "is still running" in completed.stdout

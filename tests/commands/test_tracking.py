@@ -29,7 +29,7 @@ from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from configs.shared import Wandb
 from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, command, environment, run, values_of, wait_until
+from tests.harness.commands.processes import Done, Settings, command, environment, run, values_of, wait_until
 from tests.harness.environment.shared_results import make_once
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.runs.tracked_runs import (
@@ -286,7 +286,7 @@ def test_the_model_is_an_artifact(offline: Offline) -> None:
 
 
 @pytest.mark.parametrize(("mode", "environ"), [("wandb.mode=disabled", ""), ("wandb.mode=offline", "disabled")])
-def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode: str, environ: str) -> None:
+def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, environ: str) -> None:
     settings = (*digits, "stages=1", "microbatches=1", "steps=3", mode)
     completed = run("mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent))
     assert not (completed.folder.path / "wandb").exists()
@@ -297,7 +297,7 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode:
 # ---- killed and failing processes
 
 
-def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
     process, folder, pid = kill_rank(1, (*digits, *LONG), tmp_path, MAX_END_SECONDS)
     output = process.out + process.err
     assert process.returncode == 128 + signal.SIGKILL

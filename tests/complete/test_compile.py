@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import Settings, run
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("g++"), reason="NOT TESTED: there is no C++ compiler (apt-get install g++)")
-def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: Settings) -> None:
     quick = (*digits, "model=mlp", "steps=3", "optim.warmup=0", "processes_per_node=1", "precision=fp32")
     quick += ("accumulate=1", "data.test_limit=64", "eval_batch=64")  # one shape of a batch to compile for
     compiler_cache = tmp_path / "compiled"

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run
+from tests.harness.commands import in_process, warm
+from tests.harness.commands.processes import Settings, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.entry import Entry
@@ -44,7 +44,7 @@ def run_program(path: Path, images: Tensor) -> Tensor:
     return outputs
 
 
-def export(folder: RunFolder, *arguments: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
+def export(folder: RunFolder, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     return in_process.run_verb("export", *arguments, "--", str(folder.path), status=status)
 
 
@@ -78,9 +78,7 @@ def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = ""
     if python_path:
         env["PYTHONPATH"] = python_path
     command = [sys.executable, "-P", "-c", program]
-    completed = subprocess.run(command, cwd=folder.path, env=env, capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stderr
-    return completed.stdout
+    return warm.execute(command, cwd=folder.path, env=env, real=True, status=0).stdout
 
 
 def test_the_example_of_the_readme_uses_a_trained_model(
@@ -88,7 +86,7 @@ def test_the_example_of_the_readme_uses_a_trained_model(
 ) -> None:
     monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(STAGED).folder, tmp_path)
-    assert export(folder, "--format=torch.export").returncode == 0
+    export(folder, "--format=torch.export")
     exported, safetensors = read_readme_examples()
     facts = json.loads((folder.path / "model.json").read_text())
 
@@ -126,12 +124,11 @@ def test_an_unknown_format_is_refused(finished: Make) -> None:
 
 def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED).folder, tmp_path)
-    completed = export(folder, "--format=onnx")
     if all(importlib.util.find_spec(name) for name in exporting.ONNX_PACKAGES):
-        assert completed.returncode == 0, completed.stderr
+        export(folder, "--format=onnx")
         assert (folder.path / "model.onnx").stat().st_size > 1000
     else:
-        assert completed.returncode == 2
+        completed = export(folder, "--format=onnx", status=2)
         assert "-m pip install onnx onnxscript onnxruntime" in completed.stderr
         assert not list(folder.path.glob("*.onnx*"))
         assert not list(folder.path.glob(".new*"))
@@ -139,14 +136,14 @@ def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path
 
 @pytest.mark.parametrize(("name", "settings"), EVALUATED)
 def test_models_of_every_kind_of_training_are_evaluated(
-    name: str, settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+    name: str, settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:
     completed = run(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
     evaluated = in_process.run_verb("evaluate", "--", str(completed.folder.path))
     assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
 
 
-def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_new_run_starts_with_the_weights_of_another(digits: Settings, tmp_path: Path) -> None:
     name = "resnet_modelparallel"
     small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
     first = run(name, *small, "steps=3", runs=tmp_path / "one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -11,8 +10,8 @@ from statistics import fmean
 import pytest
 
 from common.config import config
+from tests.harness.commands import warm
 from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
 from tests.harness.environment.shared_results import make_once
 from tests.harness.experiments.loaded_modules import count_tokens
 from tests.harness.experiments.registry import EXPERIMENTS
@@ -33,10 +32,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
 
     def list_modules(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.harness.experiments.loaded_modules", str(folder), *arguments]
-        completed = subprocess.run(
-            command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
-        )
-        assert completed.returncode == 0, completed.stderr
+        warm.execute(command, env=environment(), timeout=300, real=True, status=0)
 
     folder = make_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

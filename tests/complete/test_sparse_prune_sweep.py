@@ -8,7 +8,7 @@ from typing import Any
 
 from common.runs.folder import RunFolder
 from configs.sparse_prune import CRITERIA
-from tests.harness.commands.processes import Done, run, values_of
+from tests.harness.commands.processes import Done, Settings, run, values_of
 
 QUIET = (
     "model=mlp",
@@ -40,9 +40,7 @@ def sweep(runs: Path, *arguments: str) -> tuple[Done, Results]:
     return completed, outcomes
 
 
-def test_masks_of_a_sweep_depend_on_criterion_and_seed_but_not_on_ranks(
-    digits: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_masks_of_a_sweep_depend_on_criterion_and_seed_but_not_on_ranks(digits: Settings, tmp_path: Path) -> None:
     completed, one_rank = sweep(tmp_path / "one", *digits, "repeats=1")
     _, two_ranks = sweep(tmp_path / "two", *digits, "repeats=2", "processes_per_node=2", "criteria=[taylor]")
     assert list(one_rank) == [(0, name) for name in ("dense", *CRITERIA)]

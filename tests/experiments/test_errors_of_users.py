@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, Done, environment
+from tests.harness.commands.processes import PATIENCE, Done, Settings, environment
 from tests.harness.runs.long_runs import free_port
 
 
-def run_with_error(case: str, settings: tuple[str, ...], runs: Path, **variables: str) -> Done:
+def run_with_error(case: str, settings: Settings, runs: Path, status: int, **variables: str) -> Done:
     """Run an experiment whose code raises an error (see tests/harness/commands/user_errors.py)."""
     argv = [sys.executable, "-m", "tests.harness.commands.user_errors", f"runs={runs}", *settings]
-    completed = warm.execute(argv, env=environment(ERROR_OF_USER=case, **variables), timeout=PATIENCE)
+    env = environment(ERROR_OF_USER=case, **variables)
+    completed = warm.execute(argv, env=env, timeout=PATIENCE, status=status)
     return Done(completed.returncode, completed.stdout, completed.stderr, runs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_after_the_report_fails_the_command_and_keeps_the_result(
-    rank: int, tmp_path: Path, quick: tuple[str, ...]
+    rank: int, tmp_path: Path, quick: Settings
 ) -> None:
-    completed = run_with_error(f"after_report_{rank}", (*quick, "steps=3"), tmp_path)
-    assert completed.status == 1
+    completed = run_with_error(f"after_report_{rank}", (*quick, "steps=3"), tmp_path, 1)
     assert "ValueError: the plot has no axes" in completed.err
     assert f"error: rank {rank} failed as shown above" in completed.err
     assert f"the error occurred after the result was written: {completed.folder.path}/result.json\n" in completed.err
@@ -32,9 +32,8 @@ def test_an_error_after_the_report_fails_the_command_and_keeps_the_result(
     assert "resume" not in completed.err
 
 
-def test_a_timeout_in_the_code_of_an_experiment_is_not_that_of_a_rank(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    completed = run_with_error("timeout", quick, tmp_path)
-    assert completed.status == 1
+def test_a_timeout_in_the_code_of_an_experiment_is_not_that_of_a_rank(tmp_path: Path, quick: Settings) -> None:
+    completed = run_with_error("timeout", quick, tmp_path, 1)
     assert "TimeoutError: the label server did not answer within 3 s" in completed.err
     assert "rank 0 on" not in completed.err
     assert completed.folder.result["cause"] == "other"
@@ -42,18 +41,17 @@ def test_a_timeout_in_the_code_of_an_experiment_is_not_that_of_a_rank(tmp_path: 
 
 @pytest.mark.parametrize(("case", "reason"), [("pipe", "Broken pipe"), ("disk", "No space left on device")])
 def test_a_run_continues_if_its_output_cannot_be_written(
-    case: str, reason: str, tmp_path: Path, quick: tuple[str, ...]
+    case: str, reason: str, tmp_path: Path, quick: Settings
 ) -> None:
-    completed = run_with_error(case, (*quick, "steps=3"), tmp_path)
-    assert completed.status == 0
+    completed = run_with_error(case, (*quick, "steps=3"), tmp_path, 0)
     assert completed.folder.result["state"] == "finished"
     assert not list(completed.folder.path.glob("attempts/*/failure-*"))
     assert completed.err == f"WARNING: cannot write standard output ({reason}); the run continues, see its run folder\n"
 
 
-def test_a_rank_of_torchrun_that_exits_records_its_own_status(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_rank_of_torchrun_that_exits_records_its_own_status(tmp_path: Path, quick: Settings) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    completed = run_with_error("exit", (*quick, "stages=1"), tmp_path, **variables)
+    completed = run_with_error("exit", (*quick, "stages=1"), tmp_path, status=2, **variables)
     assert completed.status == 2, "the status of a refusal, which would delete the folder of the run"
     result = completed.folder.result
     assert (result["state"], result["exit_status"], result["cause"]) == ("failed", 2, "exited")

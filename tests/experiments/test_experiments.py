@@ -65,7 +65,6 @@ def check_that_it_trains(entry: Entry, completed: Done) -> None:
 @every
 def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: Make) -> None:
     completed = finished(entry)
-    assert completed.status == 0, completed.err
     folder = completed.folder
     assert folder.path.name.startswith(entry.name + "-")
     result = completed.result
@@ -125,7 +124,6 @@ def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: 
 @archetype
 def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
     completed = repeated(entry)
-    assert completed.status == 0, completed.err
     for rank in range(entry.processes):
         trace = read_json(completed.folder.list_attempts()[0].attempt_folder / f"trace-{rank}.json")
         assert trace["traceEvents"]

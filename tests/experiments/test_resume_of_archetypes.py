@@ -14,14 +14,14 @@ import torch
 from common.checkpoint import storage
 from common.models import networks
 from common.runs.folder import RunFolder
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import Settings, run
 from tests.harness.experiments.registry import ARCHETYPES, REPLICATED, STAGED, Entry
 from tests.harness.runs.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, differences, resume, whole_run
 
 
 @pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
 def test_a_resumed_run_of_two_processes_is_equal_to_the_bit(
-    entry: Entry, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    entry: Entry, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     uninterrupted = whole_run(tmp_path_factory, quick, entry, 2)
     assert len(uninterrupted.losses) == STEPS
@@ -29,7 +29,7 @@ def test_a_resumed_run_of_two_processes_is_equal_to_the_bit(
 
 
 def test_a_finished_run_is_not_resumed(
-    tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     uninterrupted = whole_run(tmp_path_factory, quick, STAGED, 2).folder
     folder = RunFolder(shutil.copytree(uninterrupted.path, tmp_path / uninterrupted.path.name))
@@ -41,7 +41,7 @@ def test_a_finished_run_is_not_resumed(
 
 
 def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
-    tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """It would finish without a step."""
     folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 15, tmp_path)
@@ -50,7 +50,7 @@ def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
     assert len(folder.list_attempts()) == 1
 
 
-def test_a_run_extended_at_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_run_extended_at_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path, quick: Settings) -> None:
     folder = run(REPLICATED.name, *quick, ALONE, "steps=13", runs=tmp_path).folder
     completed = resume(REPLICATED, folder, "steps=14")
     assert completed.stdout.count("epoch 1  step 13") == 1, completed.stdout + completed.stderr
@@ -64,7 +64,7 @@ def test_a_run_with_an_empty_config_is_not_resumed(tmp_path: Path) -> None:
     assert "config.yaml is empty" in completed.stderr
 
 
-def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: Path, quick: Settings) -> None:
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
     text = run("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
     (tmp_path / "mnist_pipeline-1-2-3/config.yaml").write_text(text)
@@ -74,7 +74,7 @@ def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: P
         assert f"{change.partition('=')[0]} cannot change when a run is resumed" in completed.stderr
 
 
-def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, "checkpoint.best=test_loss", "microbatches=2", "optim.decay=constant", ALONE)
     uninterrupted = run(STAGED.name, *settings, runs=tmp_path / "whole")
     folder = cut_off(uninterrupted.folder, 27, tmp_path)  # between the evaluations of steps 26 and 30
@@ -86,7 +86,7 @@ def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick
     assert storage.read_pointer_file(folder.list_attempts()[1], "best") is None
 
 
-def test_a_run_without_a_checkpoint_restarts_from_step_0(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_run_without_a_checkpoint_restarts_from_step_0(tmp_path: Path, digits: Settings) -> None:
     first = run("mnist_pipeline", *digits, "checkpoint.every_seconds=0", "steps=3", runs=tmp_path)
     (first.folder.path / "result.json").unlink()
     shutil.rmtree(first.folder.list_attempts()[0].attempt_folder / "checkpoints")
@@ -95,7 +95,7 @@ def test_a_run_without_a_checkpoint_restarts_from_step_0(tmp_path: Path, digits:
     assert len(first.losses) == 3
 
 
-def test_a_resume_needs_the_initial_weights_only_without_a_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_resume_needs_the_initial_weights_only_without_a_checkpoint(tmp_path: Path, quick: Settings) -> None:
     weights = tmp_path / "weights.pt"
     torch.save(networks.build_network("mlp", (28, 28), 10).state_dict(), weights)
     settings = (*quick, "model=mlp", "steps=9", f"weights={weights}", ALONE)

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.config import config
 from common.runs.folder import read_json
 from configs import ddp_multinode
-from tests.harness.commands.processes import PATIENCE, Done, processes_of, run
+from tests.harness.commands.processes import PATIENCE, Done, Settings, processes_of, run
 from tests.harness.experiments.registry import REPLICATED
 from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
@@ -29,14 +29,14 @@ def add_along_a_chain(ranks):
 BUILTIN = ("launch.backend=builtin", "launch.algorithm=tree")
 
 
-def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) -> Done:
+def train_uninterrupted(tmp_path: Path, quick: Settings, *settings: str) -> Done:
     """Train three ranks to the end."""
     common = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin")
     uninterrupted = run(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
     return uninterrupted
 
 
-def test_a_run_with_a_custom_algorithm_resumes_bitwise_equal(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_run_with_a_custom_algorithm_resumes_bitwise_equal(tmp_path: Path, quick: Settings) -> None:
     """The run has a copy of the file, which rank 0 reads for all ranks."""
     algorithm_file = tmp_path / "own.py"
     calls = tmp_path / "calls"
@@ -48,7 +48,7 @@ def test_a_run_with_a_custom_algorithm_resumes_bitwise_equal(tmp_path: Path, qui
     check_that_it_goes_on(REPLICATED, uninterrupted, "builtin", tmp_path / "cut")
 
 
-def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: Path, quick: Settings) -> None:
     uninterrupted = train_uninterrupted(tmp_path, quick, "launch.algorithm=auto")
     run_path = uninterrupted.folder.path
     algorithm = config.read_settings(run_path)["launch.algorithm"]
@@ -60,7 +60,7 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
     assert config.read_settings(resumed_folder.path) == config.read_settings(run_path)
 
 
-def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: Settings) -> None:
     settings = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
     completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
     algorithm = config.read_settings(completed.folder.path)["launch.algorithm"]
@@ -69,14 +69,14 @@ def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ..
     assert tracked_config["launch"]["algorithm"] == algorithm
 
 
-def test_an_encrypted_run_resumes_bitwise_equal_with_a_new_key(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_an_encrypted_run_resumes_bitwise_equal_with_a_new_key(tmp_path: Path, quick: Settings) -> None:
     uninterrupted = train_uninterrupted(tmp_path, quick, "launch.tls=true", "launch.transport=network")
     folder = check_that_it_goes_on(REPLICATED, uninterrupted, "tls", tmp_path / "cut")
     encrypted = [read_json(attempt.attempt_folder / "world.json")["tls"] for attempt in folder.list_attempts()]
     assert encrypted == [True, True]
 
 
-def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, *REPLICATED.spread(2), *BUILTIN, *ENDLESS)
     timing = ("checkpoint.every_steps=3", "launch.step_timeout=600")
     with train_long(REPLICATED.name, *settings, *timing, runs=tmp_path) as process:
@@ -93,5 +93,5 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: 
     assert trained_steps(folder) == list(range(1, steps + 1))
 
 
-def test_a_hanging_rank_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_hanging_rank_is_named(tmp_path: Path, quick: Settings) -> None:
     check_hanging_rank(REPLICATED, (*quick, *BUILTIN), tmp_path, seconds=2)

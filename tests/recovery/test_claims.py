@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from tests.harness.commands.processes import PATIENCE, processes_of, wait_until
+from tests.harness.commands.processes import PATIENCE, Settings, processes_of, wait_until
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.experiments.registry import REPLICATED, STAGED
 from tests.harness.runs import claims_campaign
@@ -32,7 +32,7 @@ def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
     assert not [case.describe() for case in cases if case.problems]
 
 
-def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: Path, quick: Settings) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         refused = resume(STAGED, folder, status=2)
@@ -51,7 +51,7 @@ def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: 
     assert "Traceback" not in err
 
 
-def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick: Settings) -> None:
     runs = tmp_path / "runs"
     away = tmp_path / "away"
     settings = (*quick, *REPLICATED.spread(2), *ENDLESS, "checkpoint.every_seconds=1")

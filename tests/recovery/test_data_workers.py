@@ -14,7 +14,7 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.diagnosis import collect_diagnosis
-from tests.harness.commands.processes import PATIENCE, environment, run, wait_until
+from tests.harness.commands.processes import PATIENCE, Settings, environment, run, wait_until
 from tests.harness.commands.warm import ROOT, Command, end_session, execute
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import numbers
@@ -39,7 +39,7 @@ def resume_command(folder: RunFolder) -> list[str]:
     return [sys.executable, str(ROOT / "experiments" / "mnist_pipeline.py"), "--resume", str(folder.path)]
 
 
-def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: Settings) -> None:
     settings = (*digits, *SETTINGS, f"steps={STEPS}")
     uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
 
@@ -87,7 +87,7 @@ def group() -> Iterator[Path]:
     path.rmdir()
 
 
-def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits: tuple[str, ...], group: Path) -> None:
+def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits: Settings, group: Path) -> None:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
     settings = (*digits, *SETTINGS, *epochs, "steps=0")
     uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")

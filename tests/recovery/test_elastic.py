@@ -119,7 +119,7 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
 
 
 def train_with_and_without_faults(
-    name: str, faults: str, settings: tuple[str, ...], path: Path
+    name: str, faults: str, settings: Settings, path: Path
 ) -> tuple[RunFolder, RunFolder]:
     """Train a changed experiment on three ranks with faults and on one rank without; the metrics are equal."""
     undisturbed = train("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
@@ -147,16 +147,16 @@ def test_batchnorm_statistics_equal_those_of_one_process(data: str, tmp_path: Pa
     assert 2 in lost, "no rank was lost in the evaluation"
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        "reduction:0:7:kill,reduction:2:7:kill",  # two ranks at once, rank 0 among them
-        "reduction:1:5:kill,forming:2:2:kill",  # rank 2 is killed while the others connect, after it read generation 2
-        "reduction:1:5:kill,copied:0:2:kill",
-        "committed:0:9:kill,updated:3:9:kill",
-        "begin:3:3:kill,evaluation:0:20:kill",
-    ],
-)
+FAULTS_OF_SEVERAL_RANKS = [
+    "reduction:0:7:kill,reduction:2:7:kill",  # two ranks at once, rank 0 among them
+    "reduction:1:5:kill,forming:2:2:kill",  # rank 2 is killed while the others connect, after it read generation 2
+    "reduction:1:5:kill,copied:0:2:kill",
+    "committed:0:9:kill,updated:3:9:kill",
+    "begin:3:3:kill,evaluation:0:20:kill",
+]
+
+
+@pytest.mark.parametrize("faults", FAULTS_OF_SEVERAL_RANKS)
 def test_several_ranks_are_lost(faults: str, data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     folder = train_like(undisturbed, faults, data, *FOUR, "elastic.rejoin=0", runs=tmp_path / "runs")
     lost, _ = list_lost_and_joined(folder)

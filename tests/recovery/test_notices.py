@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import storage
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
-from tests.harness.commands.processes import PATIENCE, command, environment, processes_of, run, wait_until
+from tests.harness.commands.processes import PATIENCE, Settings, command, environment, processes_of, run, wait_until
 from tests.harness.commands.warm import Command
 from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
 from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
@@ -27,24 +27,24 @@ NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (ST
 
 @pytest.mark.parametrize(("entry", "number"), NOTICES, ids=lambda value: value.name)
 def test_a_run_that_gets_a_stop_request_saves_and_exits(
-    entry: Entry, number: signal.Signals, tmp_path: Path, quick: tuple[str, ...]
+    entry: Entry, number: signal.Signals, tmp_path: Path, quick: Settings
 ) -> None:
     check_notice(entry, number, quick, tmp_path)
 
 
 @pytest.mark.parametrize("entry", [REPLICATED, BY_NAME["resnet_modelparallel"]], ids=lambda entry: entry.name)
-def test_a_hanging_rank_is_named(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_hanging_rank_is_named(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     check_hanging_rank(entry, quick, tmp_path)
 
 
 @pytest.mark.parametrize("entry", [entry for entry in TRAINING if entry != STAGED], ids=lambda entry: entry.name)
 def test_a_stop_request_in_an_evaluation_saves_the_state_before_it(
-    entry: Entry, tmp_path: Path, digits: tuple[str, ...]
+    entry: Entry, tmp_path: Path, digits: Settings
 ) -> None:
     check_notice_in_evaluation(entry, digits, tmp_path)
 
 
-def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: Settings) -> None:
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         assert cancel.cancel_run(folder).startswith("canceled process ")
@@ -62,7 +62,7 @@ def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: tuple[str, 
     assert "checkpoint saved at step" in logs.read_rank_0_log(folder)
 
 
-def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: Settings) -> None:
     limits = ("checkpoint.grace=600", "launch.step_timeout=600")
     with train_long(STAGED.name, *quick, *ENDLESS, *limits, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)  # prevents that a checkpoint is saved
@@ -77,9 +77,7 @@ def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tup
         assert not processes_of(str(tmp_path))
 
 
-def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(
-    tmp_path: Path, quick: tuple[str, ...]
-) -> None:
+def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, *ENDLESS, "checkpoint.grace=2", "launch.step_timeout=600")
     with train_long(REPLICATED.name, *settings, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)

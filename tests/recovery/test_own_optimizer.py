@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import Settings, run
 from tests.harness.custom_code.examples import write_example
 from tests.harness.custom_code.optimizers import BREACHES, write_own
 from tests.harness.experiments.registry import REPLICATED
 from tests.harness.runs.resuming import check_that_it_goes_on
 
 
-def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path, quick: Settings) -> None:
     optimizer_file = write_example(tmp_path, "lion.py")
     decay_file = write_example(tmp_path, "halving.py")
     custom_code = (f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve")
@@ -30,7 +30,7 @@ def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path
     assert (resumed_folder.path / "config.yaml").read_text() == config_text
 
 
-def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits: Settings) -> None:
     breach = BREACHES["state elsewhere"]
     settings = (*digits, f"optim.name={write_own(tmp_path, breach)}", *REPLICATED.smallest)
     completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs", status=2)

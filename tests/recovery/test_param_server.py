@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from common.checkpoint.storage import list_resumable_checkpoints
-from tests.harness.commands.processes import PATIENCE, processes_of, run, wait_until
+from tests.harness.commands.processes import PATIENCE, Settings, processes_of, run, wait_until
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import ALONE, differences, resume, trained_steps
@@ -15,7 +15,7 @@ from tests.harness.runs.resuming import ALONE, differences, resume, trained_step
 SERVED = BY_NAME["param_server"]
 
 
-def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: Path, quick: Settings) -> None:
     """The second of two servers has a shard of the parameters and of the optimizer's state."""
     settings = (*quick, *SERVED.spread(2), ALONE, *ENDLESS, "checkpoint.every_steps=3", "optim.decay=constant")
     with train_long(SERVED.name, *settings, "launch.step_timeout=600", runs=tmp_path / "killed") as process:

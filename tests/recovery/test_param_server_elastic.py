@@ -33,12 +33,12 @@ KILLED_WORKERS = [
 
 
 @pytest.fixture
-def settings(cache: Path) -> tuple[str, ...]:
+def settings(cache: Path) -> Settings:
     return (f"data.cache={cache}", "plot=false")
 
 
 def train_like_undisturbed(
-    factory: pytest.TempPathFactory, faults: str, settings: tuple[str, ...], *elastic_settings: str, runs: Path
+    factory: pytest.TempPathFactory, faults: str, settings: Settings, *elastic_settings: str, runs: Path
 ) -> RunFolder:
     """Train with faults. Only this run has the elastic settings, not the undisturbed one, which it equals."""
     undisturbed = train_alone(factory, *settings, name=NAME)
@@ -55,7 +55,7 @@ def test_each_worker_may_be_killed_at_each_point(
     servers: int,
     rank: int,
     point: str,
-    settings: tuple[str, ...],
+    settings: Settings,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -66,7 +66,7 @@ def test_each_worker_may_be_killed_at_each_point(
 
 
 def test_frozen_and_killed_workers_are_lost_and_rejoin(
-    settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    settings: Settings, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """With Adam, whose state of each shard is stored by its server; the last two workers are lost at the same time."""
     faults = "push:3:4:stop,begin:0:9:join,pull:1:13:kill,push:2:13:kill,begin:0:18:join"
@@ -79,7 +79,7 @@ def test_frozen_and_killed_workers_are_lost_and_rejoin(
 
 
 def test_a_push_that_only_some_servers_have_is_dropped_there(
-    settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    settings: Settings, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A worker is killed a second after it pushed to one of two servers, which then has all pushes."""
     faults = "push to 1:2:9:wait,push to 1:2:9:kill"
@@ -90,7 +90,7 @@ def test_a_push_that_only_some_servers_have_is_dropped_there(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
-    rank: int, settings: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    rank: int, settings: Settings, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """One server loses its connections a second after all ranks know that all pushes have arrived."""
     faults = f"committed:{rank}:9:wait,committed:{rank}:9:fail"
@@ -102,19 +102,19 @@ def test_a_step_that_only_some_servers_have_taken_is_taken_by_the_others(
     assert change["step"] == 9
 
 
-@pytest.mark.parametrize(
-    ("rank", "faults", "reason"),
-    [
-        (0, "push:0:11:kill", "was killed by SIGKILL"),
-        (1, "push:1:11:stop", "was declared lost: no heartbeat for 0.5 s"),
-        (1, "push:2:11:await-block,push:2:11:kill,push:1:11:block", f"ended itself: {STUCK_REASON}"),
-    ],
-)
+LOST_SERVERS = [
+    (0, "push:0:11:kill", "was killed by SIGKILL"),
+    (1, "push:1:11:stop", "was declared lost: no heartbeat for 0.5 s"),
+    (1, "push:2:11:await-block,push:2:11:kill,push:1:11:block", f"ended itself: {STUCK_REASON}"),
+]
+
+
+@pytest.mark.parametrize(("rank", "faults", "reason"), LOST_SERVERS)
 def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
     rank: int,
     faults: str,
     reason: str,
-    settings: tuple[str, ...],
+    settings: Settings,
     tmp_path: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

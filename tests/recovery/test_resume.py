@@ -16,7 +16,7 @@ from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
 from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, run
+from tests.harness.commands.processes import Settings, environment, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
@@ -50,7 +50,7 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
 
 @pytest.mark.parametrize(("entry", "ranks"), WORLDS, ids=make_id)
 def test_a_resumed_run_is_bitwise_equal(
-    entry: Entry, ranks: int, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    entry: Entry, ranks: int, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     uninterrupted = whole_run(tmp_path_factory, quick, entry, ranks)
     assert len(trained_steps(uninterrupted.folder)) == STEPS
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_bitwise_equal(
     ("entry", "settings"), draw_cases("resumes with other settings", OTHER_SETTINGS, 9), ids=make_id
 )
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
-    entry: Entry, settings: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
+    entry: Entry, settings: Settings, tmp_path: Path, quick: Settings
 ) -> None:
     uninterrupted = run(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
     check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
@@ -70,7 +70,7 @@ def test_a_resumed_run_with_other_settings_is_bitwise_equal(
 
 @training
 def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
-    entry: Entry, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    entry: Entry, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     uninterrupted = whole_run(tmp_path_factory, quick, entry, 2)
     folder = cut_off(uninterrupted.folder, STEPS, tmp_path)
@@ -84,9 +84,7 @@ def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
 
 
 @pytest.mark.parametrize("entry", [entry for entry in TRAINING if not entry.keeps_ranks], ids=lambda entry: entry.name)
-def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
-    entry: Entry, tmp_path: Path, quick: tuple[str, ...]
-) -> None:
+def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     """Interrupted in both epochs: started by two ranks, resumed by one, and then by two."""
     steps = 20
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
@@ -104,7 +102,7 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
 
 
 @archetype
-def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
     completed = run(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
@@ -118,7 +116,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: P
     assert steps == sorted({best_step, *steps[-2:]})
 
 
-def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: Settings) -> None:
     """DDP regroups its buckets in the first steps; four ranks then round differently."""
     script = str(ROOT / "experiments" / f"{REPLICATED.name}.py")
     runs = tmp_path / "uninterrupted"
@@ -132,7 +130,7 @@ def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tu
 
 
 def test_make_exp_resumes_with_the_code_of_the_run(
-    tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 9, tmp_path)
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.harness.commands.processes import PATIENCE, processes_of, wait_until
+from tests.harness.commands.processes import PATIENCE, Settings, processes_of, wait_until
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.long_runs import only_folder, train_long
 from tests.harness.runs.resuming import resume, trained_steps
 
 
-def test_a_stop_request_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_stop_request_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, "export=true", "int8=true", "processes_per_node=1")
     site = tmp_path / "site"
     export_started = tmp_path / "export_started"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.runs.folder import read_json
 from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, command, environment, run, wait_until
+from tests.harness.commands.processes import PATIENCE, Settings, command, environment, run, wait_until
 from tests.harness.commands.warm import Command, end_session
 from tests.harness.pages.page_commands import TORCHRUN
 from tests.harness.runs.long_runs import free_port, only_folder, ranks_of
@@ -23,7 +23,7 @@ def torchrun() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *addresses]
 
 
-def test_a_restart_by_torchrun_resumes_in_the_same_folder(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_a_restart_by_torchrun_resumes_in_the_same_folder(tmp_path: Path, digits: Settings) -> None:
     launcher = [*torchrun(), "--max-restarts=1"]
     settings = ("steps=100", "batch=16", "checkpoint.every_steps=5", "data.test_limit=100", "launch.threads=1")
     script = command("ddp_multinode", *digits, *settings, runs=tmp_path / "runs")[1:]
@@ -48,7 +48,7 @@ def test_a_restart_by_torchrun_resumes_in_the_same_folder(tmp_path: Path, digits
     assert trained_steps(folder) == list(range(1, 101))
 
 
-def test_torchrun_starts_the_same_script(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_torchrun_starts_the_same_script(tmp_path: Path, digits: Settings) -> None:
     without_torchrun = run("mnist_pipeline", *digits, runs=tmp_path / "without_torchrun")
     script = command("mnist_pipeline", *digits, runs=tmp_path / "torchrun")[1:]
     warm.execute([*torchrun(), *script], env=environment(), timeout=PATIENCE, real=True, status=0)

@@ -17,6 +17,9 @@ from common.runs.result import parse_result
 from tests.harness.commands import warm, warm_fork
 from tests.harness.commands.warm import ROOT
 
+Settings = tuple[str, ...]
+"""Settings of a run, each `key=value`."""
+
 PATIENCE = 200.0
 """Seconds until a test stops waiting: more than a busy machine needs, and less than endless runs take."""
 

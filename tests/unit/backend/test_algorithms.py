@@ -361,18 +361,18 @@ def test_drawings_show_hosts_full_vectors_and_replacements(draw: Draw) -> None:
     assert draw("tree", "1")[0] == "tree: 1 rank, 1 chunk, 0 steps"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "the following arguments are required: algorithm, ranks; usage: python -m common.backend"),
-        ("ring 0", "argument ranks: expected a number from 1 to 64, got '0'; usage: "),
-        ("ring many", "argument ranks: expected a number from 1 to 64, got 'many'; usage: "),
-        ("ring 4 65", "argument each: expected a number from 1 to 64, got '65'; usage: "),
-        ("ring 4 2 1", "unrecognized arguments: 1; usage: "),
-        ("rng 4", "launch.algorithm=rng: expected FILE.py:function or one of ring, "),
-        ("nowhere.py:f 4", "launch.algorithm=nowhere.py:f: there is no file "),
-    ],
-)
+INVALID_ARGUMENTS = {
+    "": "the following arguments are required: algorithm, ranks; usage: python -m common.backend",
+    "ring 0": "argument ranks: expected a number from 1 to 64, got '0'; usage: ",
+    "ring many": "argument ranks: expected a number from 1 to 64, got 'many'; usage: ",
+    "ring 4 65": "argument each: expected a number from 1 to 64, got '65'; usage: ",
+    "ring 4 2 1": "unrecognized arguments: 1; usage: ",
+    "rng 4": "launch.algorithm=rng: expected FILE.py:function or one of ring, ",
+    "nowhere.py:f 4": "launch.algorithm=nowhere.py:f: there is no file ",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS.items())
 def test_invalid_arguments_are_refused_in_one_line(
     draw: Draw, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:

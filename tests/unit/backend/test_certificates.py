@@ -121,15 +121,15 @@ def make_unverifying_context() -> ssl.SSLContext:
     return context
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("plain", "does not speak TLS 1.3"),
-        ("verifying", "does not accept this run's certificate"),
-        ("without certificate", "did not present a certificate"),
-        ("with certificate", "presented a certificate of another run"),
-    ],
-)
+REJECTED_CLIENTS = {
+    "plain": "does not speak TLS 1.3",
+    "verifying": "does not accept this run's certificate",
+    "without certificate": "did not present a certificate",
+    "with certificate": "presented a certificate of another run",
+}
+
+
+@pytest.mark.parametrize(("kind", "reason"), REJECTED_CLIENTS.items())
 def test_clients_of_other_runs_are_rejected(
     kind: str, reason: str, identity: Identity, foreign_folder: Path, tmp_path: Path
 ) -> None:

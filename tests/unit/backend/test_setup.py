@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import Done, Settings, run
 
 BUILTIN = "launch.backend=builtin"
 INVALID_ALGORITHMS = """\
@@ -38,25 +38,25 @@ def run_refused(*settings: str, runs: Path, **environment: Any) -> Done:
     ids=["openssl", "torchrun"],
 )
 def test_unavailable_encryption_is_refused(
-    environment: dict[str, Any], message: str, tmp_path: Path, digits: tuple[str, ...]
+    environment: dict[str, Any], message: str, tmp_path: Path, digits: Settings
 ) -> None:
     process = run_refused(*digits, BUILTIN, "launch.tls=true", runs=tmp_path / "runs", **environment)
     assert process.err.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((BUILTIN, "launch.device=cuda"), "launch.backend=builtin runs on CPUs only; omit"),
-        (("launch.algorithm=tree",), "launch.algorithm=tree requires launch.backend=builtin; add this setting"),
-        (("launch.tls=true",), "launch.tls=true requires launch.backend=builtin; add this setting"),
-        ((BUILTIN, "launch.algorithm=oak"), "=oak: expected FILE.py:function or one of ring, "),
-        ((BUILTIN, "launch.algorithm={file}:wait"), "custom.py:1: deadlock: rank 0, move 0"),
-        ((BUILTIN, "launch.algorithm={file}:forget"), "ends without the values of rank"),
-    ],
-)
+INVALID_SETTINGS = [
+    ((BUILTIN, "launch.device=cuda"), "launch.backend=builtin runs on CPUs only; omit"),
+    (("launch.algorithm=tree",), "launch.algorithm=tree requires launch.backend=builtin; add this setting"),
+    (("launch.tls=true",), "launch.tls=true requires launch.backend=builtin; add this setting"),
+    ((BUILTIN, "launch.algorithm=oak"), "=oak: expected FILE.py:function or one of ring, "),
+    ((BUILTIN, "launch.algorithm={file}:wait"), "custom.py:1: deadlock: rank 0, move 0"),
+    ((BUILTIN, "launch.algorithm={file}:forget"), "ends without the values of rank"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), INVALID_SETTINGS)
 def test_invalid_settings_are_refused_before_the_run_starts(
-    settings: tuple[str, ...], message: str, tmp_path: Path, digits: tuple[str, ...]
+    settings: Settings, message: str, tmp_path: Path, digits: Settings
 ) -> None:
     file = tmp_path / "custom.py"
     file.write_text(INVALID_ALGORITHMS)

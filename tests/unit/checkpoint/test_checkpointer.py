@@ -56,14 +56,14 @@ def test_all_saved_values_are_loaded(run: RunWithCheckpoints) -> None:
     assert run.get_rank_file(5).stat().st_size < 20_000, "a view must be saved without the rest of its storage"
 
 
-@pytest.mark.parametrize(
-    ("common", "message"),
-    [
-        ({"a": [np.float64(1)]}, "common['a'][0] has type float64"),
-        ({"a": {1}}, "common['a'] has type set"),
-        ({"a": {"b": nn.Linear(1, 1)}}, "common['a']['b'] has type Linear"),
-    ],
-)
+INVALID_TYPES = [
+    ({"a": [np.float64(1)]}, "common['a'][0] has type float64"),
+    ({"a": {1}}, "common['a'] has type set"),
+    ({"a": {"b": nn.Linear(1, 1)}}, "common['a']['b'] has type Linear"),
+]
+
+
+@pytest.mark.parametrize(("common", "message"), INVALID_TYPES)
 def test_types_that_cannot_be_loaded_are_refused_when_saving(
     run: RunWithCheckpoints, common: Any, message: str
 ) -> None:

@@ -19,19 +19,19 @@ def format_netrc(host: str) -> str:
     return f"machine {host}\n login user\n password x\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "variables", "is_found"),
-    [
-        (".netrc", format_netrc("github.com"), {}, False),
-        (".netrc", format_netrc("api.wandb.ai"), {}, True),
-        (".netrc", format_netrc("w.example.org"), {}, False),
-        (".netrc", format_netrc("w.example.org"), OTHER_HOST, True),
-        ("other", format_netrc("api.wandb.ai"), {"NETRC": "~/other"}, True),
-        (".config/wandb/settings", "[default]\napi_key = x\n", {}, True),
-        ("x", "", {"WANDB_API_KEY": "x"}, True),
-        ("x", "", {"WANDB_IDENTITY_TOKEN_FILE": "/x"}, True),
-    ],
-)
+ACCOUNTS = [
+    (".netrc", format_netrc("github.com"), {}, False),
+    (".netrc", format_netrc("api.wandb.ai"), {}, True),
+    (".netrc", format_netrc("w.example.org"), {}, False),
+    (".netrc", format_netrc("w.example.org"), OTHER_HOST, True),
+    ("other", format_netrc("api.wandb.ai"), {"NETRC": "~/other"}, True),
+    (".config/wandb/settings", "[default]\napi_key = x\n", {}, True),
+    ("x", "", {"WANDB_API_KEY": "x"}, True),
+    ("x", "", {"WANDB_IDENTITY_TOKEN_FILE": "/x"}, True),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "variables", "is_found"), ACCOUNTS)
 def test_an_account_is_found_where_wandb_finds_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -25,6 +25,7 @@ from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process
+from tests.harness.commands.warm import ROOT
 from tests.harness.custom_code.examples import write_example, write_schedule
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, call, call_here, report
@@ -162,7 +163,7 @@ def test_a_dry_run_prints_the_job_and_changes_nothing(fake: Fake, cache: Path, r
 def run_exp(fake: Fake, settings: str, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
-    return in_process.run_verb("exp", *arguments, status=status, **fake.environment())
+    return in_process.run_verb("exp", *arguments, cwd=ROOT, status=status, **fake.environment())
 
 
 def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:
@@ -183,24 +184,24 @@ def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: Fake, ru
     assert not runs.exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "body", "message"),
-    [
-        ("scontrol", "echo 'Slurmctld(primary) at ctl is DOWN'", "the controller does not answer"),
-        (
-            "scontrol",
-            "printf 'Slurmctld(primary) at ctl is DOWN\\n*****\\n** RESTORE IT **\\n*****\\n'; exit 1",
-            "SLURM: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later",
-        ),
-        ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
-        (
-            "sbatch",
-            "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1",
-            "invalid partition specified: x",
-        ),
-        ("sbatch", "echo 'sbatch: error: More processors requested than permitted' >&2; exit 1", "More processors"),
-    ],
-)
+SLURM_ERRORS = [
+    ("scontrol", "echo 'Slurmctld(primary) at ctl is DOWN'", "the controller does not answer"),
+    (
+        "scontrol",
+        "printf 'Slurmctld(primary) at ctl is DOWN\\n*****\\n** RESTORE IT **\\n*****\\n'; exit 1",
+        "SLURM: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later",
+    ),
+    ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
+    (
+        "sbatch",
+        "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1",
+        "invalid partition specified: x",
+    ),
+    ("sbatch", "echo 'sbatch: error: More processors requested than permitted' >&2; exit 1", "More processors"),
+]
+
+
+@pytest.mark.parametrize(("name", "body", "message"), SLURM_ERRORS)
 def test_errors_of_slurm_are_reported_and_leave_no_folder(
     fake: Fake, cache: Path, runs: Path, name: str, body: str, message: str
 ) -> None:

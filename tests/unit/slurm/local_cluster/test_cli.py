@@ -168,7 +168,7 @@ def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
     variables = {"CLUSTER_DIR": str(running.folder.parent), "PATH": running.variables["PATH"]}
 
     def run_up(*options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-        return in_process.run_verb("cluster", "up", "--auth=none", *options, status=status, **variables)
+        return in_process.run_verb("cluster", "up", "--auth=none", *options, cwd=ROOT, status=status, **variables)
 
     for options in ((), ("--nodes=3",)):
         assert run_up(*options).stdout == "cluster local is already up\n"
@@ -233,18 +233,18 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
     assert not any(target.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("logs", "error"),
-    [
-        ({}, "the hosts did not become idle in time"),
-        ({"ctl": "slurmctld: started\nerror: node1 did not start\n"}, "node1 did not start"),
-        ({"ctl": "error: node1 did not start\n", "node1": "slurmd: fatal: no memory\n"}, "no memory"),
-        (
-            {"ctl": "x: error: Parsing error at unrecognized key: Kilwait\nslurmctld: fatal: bad slurm.conf\n"},
-            "Parsing error at unrecognized key: Kilwait",
-        ),
-    ],
-)
+ERRORS_IN_LOGS = [
+    ({}, "the hosts did not become idle in time"),
+    ({"ctl": "slurmctld: started\nerror: node1 did not start\n"}, "node1 did not start"),
+    ({"ctl": "error: node1 did not start\n", "node1": "slurmd: fatal: no memory\n"}, "no memory"),
+    (
+        {"ctl": "x: error: Parsing error at unrecognized key: Kilwait\nslurmctld: fatal: bad slurm.conf\n"},
+        "Parsing error at unrecognized key: Kilwait",
+    ),
+]
+
+
+@pytest.mark.parametrize(("logs", "error"), ERRORS_IN_LOGS)
 def test_an_error_in_the_logs_explains_a_failed_start(logs: dict[str, str], error: str, tmp_path: Path) -> None:
     for name, text in logs.items():
         (tmp_path / f"{name}.log").write_text(text)

@@ -44,15 +44,15 @@ def count_requeues(fake: Fake) -> int:
     return fake.calls.read_text().count("scontrol requeue 7")
 
 
-@pytest.mark.parametrize(
-    ("status", "message"),
-    [
-        (EXIT_RESUMABLE, "the ranks stopped on request"),
-        (128 + signal.SIGUSR2, "the ranks stopped on request"),
-        (137, "failed with exit status 137"),
-        (EXIT_FAILED, "failed with exit status 1;"),
-    ],
-)
+REQUEUED_STATUSES = [
+    (EXIT_RESUMABLE, "the ranks stopped on request"),
+    (128 + signal.SIGUSR2, "the ranks stopped on request"),
+    (137, "failed with exit status 137"),
+    (EXIT_FAILED, "failed with exit status 1;"),
+]
+
+
+@pytest.mark.parametrize(("status", "message"), REQUEUED_STATUSES)
 def test_a_job_is_requeued(fake: Fake, job_folder: RunFolder, status: int, message: str) -> None:
     process = end_job(fake, job_folder, status, SAME_START)
     assert count_requeues(fake) == 1

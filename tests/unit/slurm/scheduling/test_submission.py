@@ -72,7 +72,7 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake,
     processes: list[subprocess.CompletedProcess[str]] = []
 
     def resume() -> None:
-        processes.append(call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1"))
+        processes.append(call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=None))
 
     threads = [threading.Thread(target=resume) for _ in range(2)]
     for thread in threads:

@@ -15,7 +15,7 @@ def test_each_rank_keeps_its_own_batch_statistics() -> None:
     assert collect_outcome("ddp_pitfalls", "compare_batchnorm_statistics") == [True, True]
 
 
-def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: Settings) -> None:
     settings = ("strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", "log.progress=bar")
     process = run("ddp_multinode", *digits, *settings, runs=tmp_path)
     assert "1/1" in process.out
@@ -36,7 +36,7 @@ def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: 
     assert "of the whole process, libraries included" in process.out
 
 
-def test_compare_reports_the_efficiency(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_compare_reports_the_efficiency(tmp_path: Path, digits: Settings) -> None:
     process = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert 0 < process.result["efficiency"] < 4
     assert 0 < process.result["communication_exposed"] <= 1

@@ -20,6 +20,7 @@ from common.techniques.pipeline.schedules import (
     simulate_schedule,
 )
 from configs.pipeline import PipelineConfig
+from tests.harness.commands.refusals import expect_refusal
 from tests.harness.commands.warm import ROOT
 
 RANKS = (1, 2, 3, 4, 8)
@@ -102,27 +103,26 @@ def test_a_custom_schedule_is_loaded(tmp_path: Path) -> None:
 VALID_ACTIONS_OF_RANK_1 = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
 
 
-@pytest.mark.parametrize(
-    ("actions_of_rank_0", "message"),
-    [
-        ('[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]', "rank 0 never executes the backward of microbatch 1 on stage 0"),
-        ('[("F", 0, 0), ("F", 0, 0)]', "rank 0 executes the forward of microbatch 0 on stage 0 twice"),
-        ('[("F", 1, 0)]', "invalid action ('F', 1, 0) on rank 0"),
-        ('[("F", 0, 0), ("X", 0, 0)]', "invalid action ('X', 0, 0) on rank 0"),
-        (
-            '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
-            "deadlock: on rank 0, the backward of microbatch 0 on stage 0 waits for the backward of microbatch 0 on "
-            "stage 1, which never completes",
-        ),
-    ],
+DEADLOCK = (
+    "deadlock: on rank 0, the backward of microbatch 0 on stage 0 waits for the backward of microbatch 0 on stage 1, "
+    "which never completes"
 )
+INVALID_ACTIONS = {
+    '[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]': "rank 0 never executes the backward of microbatch 1 on stage 0",
+    '[("F", 0, 0), ("F", 0, 0)]': "rank 0 executes the forward of microbatch 0 on stage 0 twice",
+    '[("F", 1, 0)]': "invalid action ('F', 1, 0) on rank 0",
+    '[("F", 0, 0), ("X", 0, 0)]': "invalid action ('X', 0, 0) on rank 0",
+    '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]': DEADLOCK,
+}
+
+
+@pytest.mark.parametrize(("actions_of_rank_0", "message"), INVALID_ACTIONS.items())
 def test_an_invalid_schedule_is_refused_with_the_invalid_action(
     tmp_path: Path, actions_of_rank_0: str, message: str
 ) -> None:
     settings = write_schedule(tmp_path, f"    return [{actions_of_rank_0}, {VALID_ACTIONS_OF_RANK_1}]\n")
-    with pytest.raises(UserError) as caught:
+    with expect_refusal(message):
         schedules.make_schedule(settings)
-    assert message in str(caught.value)
 
 
 RETURN_TYPE = (
@@ -131,36 +131,36 @@ RETURN_TYPE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("body", "line", "message"),
-    [
-        ("    return [[]]\n", 1, "a schedule must have one list of actions per rank (got 1 list for 2 ranks)"),
-        ("    return 3\n", 1, f"'int' object is not iterable; {RETURN_TYPE}"),
-        ("    return [['F', 0]]\n", 1, RETURN_TYPE),
-        ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
-        ("    order = x\n", 2, "NameError: name 'x' is not defined"),
-        ("    return [[] for _ in range(2 // 0)]\n", 2, "ZeroDivisionError: integer division or modulo by zero"),
-        ("    yield []\n    raise KeyError('a\\nb')\n", 3, "KeyError: 'a\\nb'"),
-        ("    raise ValueError('one\\ntwo')\n", 2, "ValueError: one"),
-        ("    assert not stages\n", 2, "AssertionError"),
-        ("    raise SystemExit\n", 2, "SystemExit"),
-        (
-            "    return actions_of(stages)\n\ndef actions_of(count):\n    return [0][count]\n",
-            5,
-            "IndexError: list index out of range",
-        ),
-        ("    import json\n    json.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
-        ("    return []\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
-        ("    return []\nraise SystemExit(0)\n", 3, "SystemExit: 0"),
-        (
-            "    return []\nmine = lambda: 0\n",
-            3,
-            f"<lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
-        ),
-        ("    return []\nmine = dict\n", None, f"dict expected at most 1 argument, got 3; {RETURN_TYPE}"),
-        ("    return []\n\0", None, "cannot contain null bytes"),
-    ],
-)
+ERRORS_OF_SCHEDULES = [
+    ("    return [[]]\n", 1, "a schedule must have one list of actions per rank (got 1 list for 2 ranks)"),
+    ("    return 3\n", 1, f"'int' object is not iterable; {RETURN_TYPE}"),
+    ("    return [['F', 0]]\n", 1, RETURN_TYPE),
+    ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
+    ("    order = x\n", 2, "NameError: name 'x' is not defined"),
+    ("    return [[] for _ in range(2 // 0)]\n", 2, "ZeroDivisionError: integer division or modulo by zero"),
+    ("    yield []\n    raise KeyError('a\\nb')\n", 3, "KeyError: 'a\\nb'"),
+    ("    raise ValueError('one\\ntwo')\n", 2, "ValueError: one"),
+    ("    assert not stages\n", 2, "AssertionError"),
+    ("    raise SystemExit\n", 2, "SystemExit"),
+    (
+        "    return actions_of(stages)\n\ndef actions_of(count):\n    return [0][count]\n",
+        5,
+        "IndexError: list index out of range",
+    ),
+    ("    import json\n    json.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
+    ("    return []\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
+    ("    return []\nraise SystemExit(0)\n", 3, "SystemExit: 0"),
+    (
+        "    return []\nmine = lambda: 0\n",
+        3,
+        f"<lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
+    ),
+    ("    return []\nmine = dict\n", None, f"dict expected at most 1 argument, got 3; {RETURN_TYPE}"),
+    ("    return []\n\0", None, "cannot contain null bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "line", "message"), ERRORS_OF_SCHEDULES)
 def test_an_error_of_a_custom_schedule_has_file_and_line(
     tmp_path: Path, body: str, line: int | None, message: str
 ) -> None:
