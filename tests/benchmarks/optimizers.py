@@ -121,5 +121,5 @@ PARTS = [
         rounds=3,
         facts={"threads": "1 in each of 2 runs at a time", "learning rates tried": len(RATES[SGD])},
         missing=no_mnist,
-    ),
+    )
 ]

@@ -78,5 +78,5 @@ PARTS = [
         tracking_table,
         rounds=7,
         facts={"batch": 64},
-    ),
+    )
 ]

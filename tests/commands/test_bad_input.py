@@ -221,10 +221,7 @@ def test_invalid_arguments_about_a_trained_model_are_refused(
 
 
 INVALID_ARGUMENTS = [
-    (
-        ("sweep", "--", "nope.yaml"),
-        "GRID=nope.yaml cannot be read (No such file or directory); name a",
-    ),
+    (("sweep", "--", "nope.yaml"), "GRID=nope.yaml cannot be read (No such file or directory); name a"),
     (("exp", "--args=steps=5 'x", "--", "mnist_pipeline"), "No closing quotation; close each quotation mark"),
     (("tour", "--", "steps=3", "--print-config"), "ARGS: --print-config is not a setting"),
     (("check-optimizer", "--", "sdg"), "FILE=sdg is unknown; use FILE.py:Class or one of sgd, adam"),

@@ -308,11 +308,7 @@ ERRORS_OF_RANKS = [
         1,
         "rank 1 on vm: out of mem",
     ),
-    (
-        ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"),
-        0,
-        "rank 0 on vm failed first: after step 3: V",
-    ),
+    (("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y"), 0, "rank 0 on vm failed first: after step 3: V"),
     (
         ("09:00:01,000 UserError: the disk is full", CLOSED_CONNECTION),
         0,

@@ -154,11 +154,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     folder.mkdir(parents=True)
     plan = sweep_file.read_sweep_file(str(file), [])
     for settings, arguments, message in (
-        (
-            plan.settings | {"epochs": "3"},
-            (),
-            "was started with epochs=3; use ARGS=epochs=3, or rename the sweep file",
-        ),
+        (plan.settings | {"epochs": "3"}, (), "was started with epochs=3; use ARGS=epochs=3, or rename the sweep file"),
         (
             plan.settings | {"steps": "7", "clip": "2"},
             ("--args=epochs=2",),

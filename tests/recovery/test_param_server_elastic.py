@@ -52,12 +52,7 @@ def pick_step(point: str) -> int:
 
 @pytest.mark.parametrize(("servers", "rank", "point"), KILLED_WORKERS)
 def test_each_worker_may_be_killed_at_each_point(
-    servers: int,
-    rank: int,
-    point: str,
-    settings: Settings,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    servers: int, rank: int, point: str, settings: Settings, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
     elastic = (*THREE, f"servers={servers}", "elastic.rejoin=0")
@@ -111,12 +106,7 @@ LOST_SERVERS = [
 
 @pytest.mark.parametrize(("rank", "faults", "reason"), LOST_SERVERS)
 def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
-    rank: int,
-    faults: str,
-    reason: str,
-    settings: Settings,
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    rank: int, faults: str, reason: str, settings: Settings, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Killed, frozen, or in a collective that does not end after a worker is lost, or before, on a busy machine."""
     elastic = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")

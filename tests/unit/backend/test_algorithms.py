@@ -220,10 +220,7 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
         "rank 2, move 3 (add chunk 0 from rank 1) counts the values of rank 1 twice",
     ),
     "a chunk without add": (
-        [
-            [("send", 0, 1), ("send", 2, 1), ("receive", 0, 1)],
-            [("add", 0, 0), ("receive", 2, 0), ("send", 0, 0)],
-        ],
+        [[("send", 0, 1), ("send", 2, 1), ("receive", 0, 1)], [("add", 0, 0), ("receive", 2, 0), ("send", 0, 0)]],
         "rank 0 ends without the values of rank 1 in chunk 1; no move of rank 0 writes this chunk",
     ),
     "wrong chunk": (
@@ -240,10 +237,7 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
         [[("send", 0, 0)], []],
         "rank 0, move 0 (send chunk 0 to rank 0): a rank cannot exchange a message with itself",
     ),
-    "unknown peer": (
-        [[], [("send", 0, 2)]],
-        "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the",
-    ),
+    "unknown peer": ([[], [("send", 0, 2)]], "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the"),
     "missing send": (
         [[("send", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("add", 0, 0)]],
         "rank 1, move 2 (add chunk 0 from rank 0) waits forever, because rank 0 sends no further message to rank 1",

@@ -102,10 +102,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "link": (lambda run: replace_by_link(run.get_rank_file(2)), "rank-0.pt is a symbolic link"),
     "linked manifest": (lambda run: replace_by_link(run.get_manifest(2)), "manifest.json is a symbolic link"),
-    "linked folder": (
-        lambda run: replace_by_link(run.get_checkpoint(2)),
-        "the checkpoint folder is a symbolic link",
-    ),
+    "linked folder": (lambda run: replace_by_link(run.get_checkpoint(2)), "the checkpoint folder is a symbolic link"),
     "pipe": (lambda run: replace_by_pipe(run.get_rank_file(2)), "rank-0.pt is not a regular file"),
     "file instead of folder": (
         lambda run: replace_by_file(run.get_checkpoint(2)),

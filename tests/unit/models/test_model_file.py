@@ -105,8 +105,7 @@ def test_a_model_file_has_all_tensors_and_the_recipe_of_the_model(
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [{"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}}, {"class": "LeNet300", "arguments": {}}],
+    "recipe", [{"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}}, {"class": "LeNet300", "arguments": {}}]
 )
 def test_recipes_of_older_versions_without_a_shape_are_for_digits(recipe: dict[str, Any]) -> None:
     assert model_file.build_model(recipe)(torch.zeros(2, 28, 28)).shape == (2, 10)

@@ -28,14 +28,8 @@ def test_a_decay_that_returns_no_valid_factor_is_refused(tmp_path: Path, body: s
 
 
 MISSING_FILES = [
-    (
-        Optim(name="no.py:Own"),
-        "no.py; name an existing FILE.py:Class, or use one of sgd, adam, adamw, lars, lamb",
-    ),
-    (
-        Optim(name="own.txt:Own"),
-        "optim.name=own.txt:Own: expected FILE.py:Class or one of sgd, adam, adamw, lars",
-    ),
+    (Optim(name="no.py:Own"), "no.py; name an existing FILE.py:Class, or use one of sgd, adam, adamw, lars, lamb"),
+    (Optim(name="own.txt:Own"), "optim.name=own.txt:Own: expected FILE.py:Class or one of sgd, adam, adamw, lars"),
     (Optim(decay="no.py:f"), "no.py; name an existing FILE.py:function, or use one of linear, cosine,"),
 ]
 

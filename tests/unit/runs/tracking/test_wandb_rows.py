@@ -8,14 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from common.runs.tracking.wandb_rows import (
-    Journal,
-    JournalMark,
-    RowSelection,
-    TrackingNote,
-    choose_rows,
-    read_note,
-)
+from common.runs.tracking.wandb_rows import Journal, JournalMark, RowSelection, TrackingNote, choose_rows, read_note
 
 Row = dict[str, float | int | None]
 

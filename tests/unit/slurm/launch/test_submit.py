@@ -176,10 +176,7 @@ def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:
 @pytest.mark.parametrize("dry_run", ["0", "1"])
 def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: Fake, runs: Path, dry_run: str) -> None:
     options = (f"--dry-run={dry_run}", "--launch=slurm")
-    for settings, message in (
-        ("elastic=true", "requires at least two ranks"),
-        ("batch=66 cluster.gpus=4", "batch=66"),
-    ):
+    for settings, message in (("elastic=true", "requires at least two ranks"), ("batch=66 cluster.gpus=4", "batch=66")):
         assert message in run_exp(fake, f"{settings} runs={runs}", *options, status=2).stderr
     assert not runs.exists()
 
@@ -192,11 +189,7 @@ SLURM_ERRORS = [
         "SLURM: the controller does not answer (Slurmctld(primary) at ctl is DOWN); try later",
     ),
     ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
-    (
-        "sbatch",
-        "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1",
-        "invalid partition specified: x",
-    ),
+    ("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", "invalid partition specified: x"),
     ("sbatch", "echo 'sbatch: error: More processors requested than permitted' >&2; exit 1", "More processors"),
 ]
 

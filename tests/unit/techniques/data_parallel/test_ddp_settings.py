@@ -41,8 +41,7 @@ def test_invalid_settings_of_data_parallelism_are_refused(settings: str, phrases
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks"),
-    [([], 2), (["launch.nodes=4"], 4), (["launch.nodes=2", "processes_per_node=8"], 16)],
+    ("settings", "ranks"), [([], 2), (["launch.nodes=4"], 4), (["launch.nodes=2", "processes_per_node=8"], 16)]
 )
 def test_the_number_of_ranks_follows_from_the_nodes(settings: list[str], ranks: int) -> None:
     assert config.load_config(Config, settings, {}).processes == ranks
