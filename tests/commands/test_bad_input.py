@@ -211,7 +211,7 @@ INVALID_ARGUMENTS_ABOUT_MODELS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS_ABOUT_MODELS)
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS_ABOUT_MODELS)
 def test_invalid_arguments_about_a_trained_model_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
@@ -229,7 +229,7 @@ INVALID_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS)
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS)
 def test_invalid_arguments_of_other_commands_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:

@@ -230,7 +230,7 @@ SELECTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), SELECTIONS)
+@pytest.mark.parametrize("arguments, expected", SELECTIONS)
 def test_runs_are_chosen(runs_folder: Path, arguments: tuple[str, ...], expected: list[str]) -> None:
     first, second = (next(runs_folder.glob(f"*-{number}")).name for number in ("0004", "0002"))
     (runs_folder / "sweeps/grid").mkdir(parents=True, exist_ok=True)
@@ -268,7 +268,7 @@ INVALID_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "part"), INVALID_ARGUMENTS)
+@pytest.mark.parametrize("arguments, part", INVALID_ARGUMENTS)
 def test_invalid_arguments_are_refused(runs_folder: Path, arguments: tuple[str, ...], part: str) -> None:
     completed = compare(runs_folder, *arguments, status=2)
     assert part in completed.stderr

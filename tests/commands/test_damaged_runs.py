@@ -14,7 +14,7 @@ from tests.harness.runs.damaged_runs import DAMAGES, FILES, check_commands
 from tests.harness.runs.synthetic_runs import Made
 
 
-@pytest.mark.parametrize(("name", "damage"), list(zip(FILES, itertools.cycle(DAMAGES), strict=False)))
+@pytest.mark.parametrize("name, damage", list(zip(FILES, itertools.cycle(DAMAGES), strict=False)))
 def test_commands_that_read_a_damaged_run_print_one_line(
     name: str, damage: str, finished: Make, tmp_path: Path
 ) -> None:

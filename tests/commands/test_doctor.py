@@ -75,7 +75,7 @@ HOST_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "message"), HOST_FAULTS)
+@pytest.mark.parametrize("fault, message", HOST_FAULTS)
 def test_the_host_with_the_fault_is_named(fault: dict[str, Any], message: str) -> None:
     facts = describe_three_hosts()
     facts[2] |= fault
@@ -214,7 +214,7 @@ ADVICE_BY_REASON = {
 }
 
 
-@pytest.mark.parametrize(("reason", "advice"), ADVICE_BY_REASON.items())
+@pytest.mark.parametrize("reason, advice", ADVICE_BY_REASON.items())
 def test_the_last_line_of_a_run_says_how_to_continue(reason: str, advice: str, tmp_path: Path) -> None:
     folder = make_failed_run(tmp_path, reason)
     cfg = config.load_config(config.import_schema("ddp_multinode"), ["optim.lr=0.1"], {})
@@ -245,7 +245,7 @@ SOURCE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize(("error", "is_source_error"), SOURCE_ERRORS.items())
+@pytest.mark.parametrize("error, is_source_error", SOURCE_ERRORS.items())
 def test_a_run_with_an_error_in_its_source_is_not_resumed(tmp_path: Path, error: str, is_source_error: bool) -> None:
     folder = make_failed_run(tmp_path)
     folder.list_attempts()[-1].log_file(1).write_text(f"2026-01-01 09:00:02,500 ERROR after step 3: {error}\n")
@@ -330,7 +330,7 @@ ERRORS_OF_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("errors", "first", "cause"), ERRORS_OF_RANKS)
+@pytest.mark.parametrize("errors, first, cause", ERRORS_OF_RANKS)
 def test_the_first_error_of_all_ranks_counts(tmp_path: Path, errors: tuple[str, str], first: int, cause: str) -> None:
     folder = make_failed_run(tmp_path)
     for rank, error in enumerate(errors):
@@ -380,7 +380,7 @@ def test_the_rank_with_the_fewest_steps_is_the_one_that_hangs(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("timeout", "seconds", "hangs"), [(120, 100, False), (120, 130, True), (15, 40, False), (15, 70, True)]
+    "timeout, seconds, hangs", [(120, 100, False), (120, 130, True), (15, 40, False), (15, 70, True)]
 )
 def test_a_run_that_hangs_before_its_first_heartbeat_is_reported(
     tmp_path: Path, timeout: int, seconds: float, hangs: bool
@@ -418,7 +418,7 @@ CAUSES_BY_OUTPUT = [
 ]
 
 
-@pytest.mark.parametrize(("output", "cause", "old_cause"), CAUSES_BY_OUTPUT)
+@pytest.mark.parametrize("output, cause, old_cause", CAUSES_BY_OUTPUT)
 def test_messages_of_this_project_are_searched_only_in_logs_of_older_versions(
     tmp_path: Path, output: str, cause: str, old_cause: str
 ) -> None:
@@ -512,7 +512,7 @@ def test_an_error_of_an_earlier_start_of_the_job_is_ignored(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("milliseconds", "slow"),
+    "milliseconds, slow",
     [((0.2, 0.9), None), ((0.2, 1.3), 1), ((10.0, 12.0), None), ((10.0, 13.0), 1), ((3.0, 10.0, 3.1), 1)],
 )
 def test_the_jitter_of_short_steps_is_no_straggler(milliseconds: tuple[float, ...], slow: int | None) -> None:
@@ -533,7 +533,7 @@ TIMES_WITH_SAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("milliseconds", "samples", "slow"), TIMES_WITH_SAMPLES)
+@pytest.mark.parametrize("milliseconds, samples, slow", TIMES_WITH_SAMPLES)
 def test_a_rank_with_more_samples_is_no_straggler(
     milliseconds: tuple[float, ...], samples: tuple[int | None, ...], slow: int | None
 ) -> None:
@@ -566,7 +566,7 @@ INVALID_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS)
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS)
 def test_invalid_arguments_are_refused(arguments: list[str], message: str) -> None:
     completed = in_process.run_verb("doctor", *arguments, status=2)
     assert message in completed.stderr

@@ -362,7 +362,7 @@ ACCEPTED_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "accepted"), ACCEPTED_SETTINGS.items())
+@pytest.mark.parametrize("arguments, accepted", ACCEPTED_SETTINGS.items())
 def test_an_unknown_setting_of_a_target_is_refused(place: Path, arguments: str, accepted: str) -> None:
     completed = make(place, *arguments.split(), status=2)
     target, setting = arguments.split()[:2]
@@ -384,7 +384,7 @@ STATUS_WITH_CLOSED_PIPE = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "status"), STATUS_WITH_CLOSED_PIPE.items(), ids=str)
+@pytest.mark.parametrize("arguments, status", STATUS_WITH_CLOSED_PIPE.items(), ids=str)
 def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) -> None:
     Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
     reader, writer = os.pipe()

@@ -94,7 +94,7 @@ INVALID_NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "message"), INVALID_NAMES)
+@pytest.mark.parametrize("name, message", INVALID_NAMES)
 def test_an_invalid_name_is_refused(root: Path, name: str, message: str) -> None:
     completed, changed = write_in(root, name, status=2)
     assert not changed
@@ -112,7 +112,7 @@ def test_a_readme_without_a_table_is_not_changed(root: Path) -> None:
 FILES = (("experiments", "py"), ("experiments", "md"), ("configs", "py"), ("configs", "yaml"))
 
 
-@pytest.mark.parametrize(("folder", "suffix"), FILES)
+@pytest.mark.parametrize("folder, suffix", FILES)
 def test_nothing_is_written_if_one_file_cannot_be_written(root: Path, folder: str, suffix: str) -> None:
     (root / folder / f"my_mlp.{suffix}").symlink_to(
         root / "nowhere"

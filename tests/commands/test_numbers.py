@@ -111,7 +111,7 @@ VERDICTS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "verdict"), VERDICTS)
+@pytest.mark.parametrize("row, verdict", VERDICTS)
 def test_goals(row: Row, verdict: str) -> None:
     assert records.verdict(row.json()) == verdict
 

@@ -216,7 +216,7 @@ REFUSED_ARGUMENTS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), REFUSED_ARGUMENTS)
+@pytest.mark.parametrize("arguments, message", REFUSED_ARGUMENTS)
 def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
     for name in ("mnist_pipeline-20260101-000000-aaaa", "mnist_pipeline-20260101-000000-bbbb"):
         (tmp_path / name).mkdir()

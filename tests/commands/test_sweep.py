@@ -68,7 +68,7 @@ INVALID_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("tree", "message"), INVALID_FILES)
+@pytest.mark.parametrize("tree, message", INVALID_FILES)
 def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
@@ -207,7 +207,7 @@ def test_every_grid_is_valid(file: Path) -> None:
     assert re.match(r"#.*make sweep GRID=configs/sweeps/", file.read_text())
 
 
-@pytest.mark.parametrize(("experiment", "points"), [("amp_accum", 9), ("resnet_dataparallel", 2)])
+@pytest.mark.parametrize("experiment, points", [("amp_accum", 9), ("resnet_dataparallel", 2)])
 def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str, points: int) -> None:
     grid = sweep_file.read_sweep_file(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
     assert grid.experiment == experiment

@@ -285,7 +285,7 @@ def test_the_model_is_an_artifact(offline: Offline) -> None:
 # ---- switched off
 
 
-@pytest.mark.parametrize(("mode", "environ"), [("wandb.mode=disabled", ""), ("wandb.mode=offline", "disabled")])
+@pytest.mark.parametrize("mode, environ", [("wandb.mode=disabled", ""), ("wandb.mode=offline", "disabled")])
 def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, environ: str) -> None:
     settings = (*digits, "stages=1", "microbatches=1", "steps=3", mode)
     completed = run("mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent))

@@ -20,7 +20,7 @@ IN_QUICK_TESTS = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tes
 REMAINING = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in IN_QUICK_TESTS]
 
 
-@pytest.mark.parametrize(("name", "damage"), draw_cases("damaged files", REMAINING, 30))
+@pytest.mark.parametrize("name, damage", draw_cases("damaged files", REMAINING, 30))
 def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
     check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
 

@@ -134,7 +134,7 @@ def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path
         assert not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize(("name", "settings"), EVALUATED)
+@pytest.mark.parametrize("name, settings", EVALUATED)
 def test_models_of_every_kind_of_training_are_evaluated(
     name: str, settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:

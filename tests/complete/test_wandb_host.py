@@ -299,9 +299,7 @@ UNUSABLE_ACCOUNTS = [
 
 
 @pytest.mark.parametrize(
-    ("key", "host_name", "reason"),
-    UNUSABLE_ACCOUNTS,
-    ids=["malformed key", "refused key", "closed port", "silent host"],
+    "key, host_name, reason", UNUSABLE_ACCOUNTS, ids=["malformed key", "refused key", "closed port", "silent host"]
 )
 def test_a_run_trains_without_the_account(
     hosts: dict[str, str], tmp_path: Path, digits: Settings, key: str, host_name: str, reason: str

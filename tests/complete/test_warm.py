@@ -92,9 +92,7 @@ def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick
     assert "saved at step LAST" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"), [(("no_such_key=1",), 2), (("--help",), 0)], ids=["a user error", "help"]
-)
+@pytest.mark.parametrize("arguments, status", [(("no_such_key=1",), 2), (("--help",), 0)], ids=["a user error", "help"])
 def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
     fork, real = execute_both(lambda runs: command("mnist_pipeline", *arguments, runs=runs), tmp_path)
     assert fork.returncode == real.returncode == status

@@ -146,7 +146,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "parts"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
 def test_invalid_settings_of_accumulation_are_refused(settings: str, parts: list[str]) -> None:
     with expect_refusal(*parts):
         config.load_config(Config, settings.split())

@@ -57,7 +57,7 @@ FACTORS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "bus", "sent_bytes"), FACTORS)
+@pytest.mark.parametrize("op, bus, sent_bytes", FACTORS)
 def test_factors_of_four_ranks_are_those_of_nccl_tests(op: str, bus: float, sent_bytes: float) -> None:
     assert compute_bus_factor(op, 4) == bus
     assert compute_sent_bytes(CollectivePoint(op, "float32", 2, 8), BACKEND_VARIANT, 4) == [sent_bytes] * 4
@@ -283,7 +283,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("setting", "parts"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("setting, parts", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused_with_the_remedy(setting: str, parts: list[str]) -> None:
     with expect_refusal(*parts):
         config.load_config(Config, [setting], {})

@@ -39,7 +39,7 @@ def test_a_timeout_in_the_code_of_an_experiment_is_not_that_of_a_rank(tmp_path: 
     assert completed.folder.result["cause"] == "other"
 
 
-@pytest.mark.parametrize(("case", "reason"), [("pipe", "Broken pipe"), ("disk", "No space left on device")])
+@pytest.mark.parametrize("case, reason", [("pipe", "Broken pipe"), ("disk", "No space left on device")])
 def test_a_run_continues_if_its_output_cannot_be_written(
     case: str, reason: str, tmp_path: Path, quick: Settings
 ) -> None:

@@ -120,7 +120,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "message"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused(settings: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         config.load_config(Config, settings.split(), {})

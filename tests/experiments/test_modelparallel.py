@@ -63,7 +63,7 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "processes", "plan"), MODES)
+@pytest.mark.parametrize("settings, processes, plan", MODES)
 def test_a_mode_is_a_schedule_and_its_microbatches(settings: str, processes: int, plan: tuple[Any, ...]) -> None:
     cfg = load_settings(*settings.split())
     pipeline = cfg.make_pipeline_config()
@@ -98,7 +98,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "parts"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused_with_the_remedy(settings: str, parts: list[str]) -> None:
     with expect_refusal(*parts):
         load_settings(*settings.split())
@@ -121,7 +121,7 @@ DEVICES_BY_GPUS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "gpus", "devices"), DEVICES_BY_GPUS)
+@pytest.mark.parametrize("settings, gpus, devices", DEVICES_BY_GPUS)
 def test_one_process_uses_all_visible_gpus(settings: str, gpus: int, devices: list[str]) -> None:
     cfg = load_settings(*settings.split()).adapt_to_gpus(gpus)
     assert cfg.devices == devices
@@ -423,7 +423,7 @@ SWEEP_DEVICES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "gpus", "device", "on_gpus"), SWEEP_DEVICES)
+@pytest.mark.parametrize("settings, gpus, device, on_gpus", SWEEP_DEVICES)
 def test_a_sweep_runs_on_one_kind_of_device(settings: str, gpus: int, device: str | None, on_gpus: bool) -> None:
     cfg = load_settings(*settings.split())
     cells = list_points(cfg, gpus)

@@ -67,7 +67,7 @@ MEANS_BY_LAYOUT = [
 ]
 
 
-@pytest.mark.parametrize(("layers", "peers", "means"), MEANS_BY_LAYOUT)
+@pytest.mark.parametrize("layers, peers, means", MEANS_BY_LAYOUT)
 def test_local_statistics_are_restored_only_if_the_layout_is_the_same(
     layers: list[str], peers: int, means: list[float], cache: Path
 ) -> None:
@@ -108,7 +108,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "parts"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("arguments, parts", INVALID_SETTINGS.items())
 def test_invalid_settings_of_replicas_are_refused(arguments: str, parts: list[str]) -> None:
     with expect_refusal(*parts):
         config.load_config(Config, arguments.split(), {})

@@ -83,7 +83,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "parts"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
     with expect_refusal(*parts):
         config.load_config(Config, settings.split(), {})
@@ -185,7 +185,7 @@ def test_a_sweep_runs_each_strategy(digits: Settings, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "strategies", "device"),
+    "gpus, strategies, device",
     [(0, ["single", "ddp"], None), (1, ["single", "ddp"], "cpu"), (2, ["single", "data_parallel", "ddp"], None)],
 )
 def test_a_sweep_compares_on_one_kind_of_device(gpus: int, strategies: list[str], device: str | None) -> None:

@@ -137,7 +137,7 @@ def test_pruned_weights_stay_pruned_and_layers_are_normalized_on_request() -> No
     assert compute_remaining_shares(masks) == pytest.approx([0.5] * 3, abs=0.04)
 
 
-@pytest.mark.parametrize(("pattern", "shape"), [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
+@pytest.mark.parametrize("pattern, shape", [("2:4", (6, 3, 3, 3)), ("1:4", (5, 16)), ("3:8", (4, 50))])
 def test_n_of_m_holds_in_every_group(pattern: str, shape: tuple[int, ...]) -> None:
     remaining, size = Config(pattern=pattern).parse_pattern()
     sparsity = 1 - remaining / size
@@ -278,7 +278,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "parts"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
     with expect_refusal(*parts):
         config.load_config(Config, settings.split(), {})
@@ -481,7 +481,7 @@ POINTS_BY_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "points"), POINTS_BY_SETTINGS.items())
+@pytest.mark.parametrize("settings, points", POINTS_BY_SETTINGS.items())
 def test_the_grid_of_a_sweep_follows_the_settings(settings: str, points: list[tuple[float, str]]) -> None:
     cfg = config.load_config(Config, ["sweep=true", *settings.split()], {})
     common = {"export": False, "int8": False}

@@ -135,7 +135,7 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+@pytest.mark.parametrize("damage, message", DAMAGES)
 def test_damaged_files_are_refused(damage: Callable[[Path], object], message: str, finished_copy: RunFolder) -> None:
     damage(finished_copy.path)
     assert message in evaluate(finished_copy, status=2).stderr

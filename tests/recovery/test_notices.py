@@ -25,7 +25,7 @@ NOTICES = [(STAGED, number) for number in (signal.SIGUSR2, signal.SIGTERM, signa
 NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (STAGED, REPLICATED)]
 
 
-@pytest.mark.parametrize(("entry", "number"), NOTICES, ids=lambda value: value.name)
+@pytest.mark.parametrize("entry, number", NOTICES, ids=lambda value: value.name)
 def test_a_run_that_gets_a_stop_request_saves_and_exits(
     entry: Entry, number: signal.Signals, tmp_path: Path, quick: Settings
 ) -> None:

@@ -48,7 +48,7 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
     return "-".join(parameter) if isinstance(parameter, tuple) else str(parameter)
 
 
-@pytest.mark.parametrize(("entry", "ranks"), WORLDS, ids=make_id)
+@pytest.mark.parametrize("entry, ranks", WORLDS, ids=make_id)
 def test_a_resumed_run_is_bitwise_equal(
     entry: Entry, ranks: int, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -58,9 +58,7 @@ def test_a_resumed_run_is_bitwise_equal(
     check_that_it_goes_on(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real=real)
 
 
-@pytest.mark.parametrize(
-    ("entry", "settings"), draw_cases("resumes with other settings", OTHER_SETTINGS, 9), ids=make_id
-)
+@pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 9), ids=make_id)
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: Settings, tmp_path: Path, quick: Settings
 ) -> None:

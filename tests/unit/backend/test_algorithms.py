@@ -103,7 +103,7 @@ def test_bytes_match_the_formulas(size: int) -> None:
     assert tree_bytes[0] == ceil(log2(size)) * nbytes
 
 
-@pytest.mark.parametrize(("host_count", "ranks_per_host"), [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
+@pytest.mark.parametrize("host_count, ranks_per_host", [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
 def test_two_level_sends_as_little_between_hosts_as_a_ring_of_hosts(host_count: int, ranks_per_host: int) -> None:
     size = host_count * ranks_per_host
     hosts = [rank % host_count for rank in range(size)]  # neighboring ranks are on different hosts
@@ -265,7 +265,7 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("plan", "expected"), INVALID_PLANS.values(), ids=INVALID_PLANS)
+@pytest.mark.parametrize("plan, expected", INVALID_PLANS.values(), ids=INVALID_PLANS)
 def test_invalid_plans_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, expected: str) -> None:
     size = max(2, len(plan or []))
     with pytest.raises(UserError) as caught:
@@ -366,7 +366,7 @@ INVALID_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), INVALID_ARGUMENTS.items())
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS.items())
 def test_invalid_arguments_are_refused_in_one_line(
     draw: Draw, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:

@@ -73,7 +73,7 @@ OUTSIDE_VALIDITY = "is valid from .* to .*, but the clock of .* shows .*; check 
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil, message",
     [
         (lambda folder: (folder / "key.pem").unlink(), r"cannot load the certificate in .*: No such file or directory"),
         (lambda folder: (folder / "certificate.pem").write_text("x"), "the certificate in .* is damaged"),
@@ -129,7 +129,7 @@ REJECTED_CLIENTS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "reason"), REJECTED_CLIENTS.items())
+@pytest.mark.parametrize("kind, reason", REJECTED_CLIENTS.items())
 def test_clients_of_other_runs_are_rejected(
     kind: str, reason: str, identity: Identity, foreign_folder: Path, tmp_path: Path
 ) -> None:

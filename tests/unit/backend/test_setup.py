@@ -27,7 +27,7 @@ def run_refused(*settings: str, runs: Path, **environment: Any) -> Done:
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    "environment, message",
     [
         ({"PATH": "/nowhere"}, "launch.tls=true requires the openssl program, which "),
         (
@@ -54,7 +54,7 @@ INVALID_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), INVALID_SETTINGS)
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS)
 def test_invalid_settings_are_refused_before_the_run_starts(
     settings: Settings, message: str, tmp_path: Path, digits: Settings
 ) -> None:

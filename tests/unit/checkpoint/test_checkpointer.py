@@ -63,7 +63,7 @@ INVALID_TYPES = [
 ]
 
 
-@pytest.mark.parametrize(("common", "message"), INVALID_TYPES)
+@pytest.mark.parametrize("common, message", INVALID_TYPES)
 def test_types_that_cannot_be_loaded_are_refused_when_saving(
     run: RunWithCheckpoints, common: Any, message: str
 ) -> None:

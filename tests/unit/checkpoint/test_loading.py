@@ -112,7 +112,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("damage, reason", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_reported_and_the_older_one_is_used(
     run: RunWithCheckpoints, damage: Damage, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_older_one_is_used(
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name, reason",
     [("", "manifest.json belongs to step 1 of attempt 1"), ("rank-0.pt", "rank-0.pt does not match")],
     ids=["folders", "files"],
 )

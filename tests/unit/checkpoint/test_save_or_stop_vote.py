@@ -81,7 +81,7 @@ GAPS_BY_WAIT = [
 ]
 
 
-@pytest.mark.parametrize(("waiting_seconds", "min_gap", "max_gap"), GAPS_BY_WAIT)
+@pytest.mark.parametrize("waiting_seconds, min_gap, max_gap", GAPS_BY_WAIT)
 def test_votes_are_rarer_if_ranks_wait_long_for_each_other(
     clock: Clock, waiting_seconds: float, min_gap: int, max_gap: int
 ) -> None:

@@ -49,7 +49,7 @@ STARTED_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "ranks", "nodes", "expected_processes", "expected_nodes"), STARTED_RANKS)
+@pytest.mark.parametrize("arguments, ranks, nodes, expected_processes, expected_nodes", STARTED_RANKS)
 def test_the_number_of_started_ranks_is_that_of_the_run(
     arguments: tuple[str, ...], ranks: int, nodes: int, expected_processes: int, expected_nodes: int
 ) -> None:
@@ -89,7 +89,7 @@ INVALID_COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize(("arguments", "parts"), INVALID_COMBINATIONS.items())
+@pytest.mark.parametrize("arguments, parts", INVALID_COMBINATIONS.items())
 def test_settings_that_do_not_fit_together_are_refused(arguments: str, parts: list[str]) -> None:
     message = get_refusal(*arguments.split())
     for part in parts:
@@ -134,7 +134,7 @@ INVALID_FILES = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), INVALID_FILES.items())
+@pytest.mark.parametrize("text, message", INVALID_FILES.items())
 def test_an_invalid_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
@@ -153,7 +153,7 @@ INVALID_SETTINGS_IN_FILES = {
 }
 
 
-@pytest.mark.parametrize(("text", "message"), INVALID_SETTINGS_IN_FILES.items())
+@pytest.mark.parametrize("text, message", INVALID_SETTINGS_IN_FILES.items())
 def test_an_invalid_setting_in_a_file_is_refused_with_the_name_of_the_file(
     text: str, message: str, tmp_path: Path
 ) -> None:

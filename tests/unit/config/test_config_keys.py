@@ -40,7 +40,7 @@ def test_bounds_are_accepted_and_numbers_beyond_are_refused(key: ConfigKey) -> N
             parse_value(key, str(int(bound) + direction))
 
 
-@pytest.mark.parametrize(("text", "number"), [("010", 10), ("+7", 7), ("0", 0)])
+@pytest.mark.parametrize("text, number", [("010", 10), ("+7", 7), ("0", 0)])
 def test_integers_are_decimal(text: str, number: int, tmp_path: Path) -> None:
     assert load_config(Config, [f"seed={text}"], {}).seed == number
     file = tmp_path / "c.yaml"
@@ -80,7 +80,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("argument", "parts"), MISTAKES.items())
+@pytest.mark.parametrize("argument, parts", MISTAKES.items())
 def test_mistakes_are_refused_with_the_remedy(argument: str, parts: list[str]) -> None:
     message = get_refusal(argument)
     for part in parts:
@@ -102,7 +102,7 @@ TRAINING_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("argument", "remedy"), TRAINING_SETTINGS.items())
+@pytest.mark.parametrize("argument, remedy", TRAINING_SETTINGS.items())
 def test_a_measurement_refuses_settings_for_training(argument: str, remedy: str) -> None:
     key, text = argument.split("=")
     with expect_refusal(remedy):

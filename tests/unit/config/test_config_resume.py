@@ -145,7 +145,7 @@ CHANGES_OF_RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("old_arguments", "new_arguments", "is_change"), CHANGES_OF_RANKS)
+@pytest.mark.parametrize("old_arguments, new_arguments, is_change", CHANGES_OF_RANKS)
 def test_setting_the_automatic_number_of_ranks_is_not_a_change(
     old_arguments: list[str], new_arguments: list[str], is_change: bool, tmp_path: Path
 ) -> None:

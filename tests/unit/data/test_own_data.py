@@ -52,7 +52,7 @@ INVALID_FUNCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "line", "expected"), INVALID_FUNCTIONS)
+@pytest.mark.parametrize("body, line, expected", INVALID_FUNCTIONS)
 def test_invalid_data_is_refused_with_its_line(tmp_path: Path, body: str, line: int, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         prepare_function(tmp_path, body)

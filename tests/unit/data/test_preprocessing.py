@@ -33,7 +33,7 @@ DESCRIPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "statistics", "channels", "axes"), DESCRIPTIONS)
+@pytest.mark.parametrize("shape, statistics, channels, axes", DESCRIPTIONS)
 def test_the_description_gives_the_inputs_of_the_loader(
     shape: tuple[int, ...], statistics: dict[str, object], channels: str | None, axes: str, tmp_path: Path
 ) -> None:

@@ -19,7 +19,7 @@ CAUSES = [
 ]
 
 
-@pytest.mark.parametrize(("error", "cause"), CAUSES)
+@pytest.mark.parametrize("error, cause", CAUSES)
 def test_an_error_in_the_subprocess_keeps_its_cause(error: Exception, cause: Cause) -> None:
     def fail() -> None:
         raise error

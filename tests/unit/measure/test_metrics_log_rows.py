@@ -25,7 +25,7 @@ def select_values(rows: list[dict[str, Any]], name: str) -> dict[int, Any]:
     return {row["global_step"]: row[name] for row in rows if name in row}
 
 
-@pytest.mark.parametrize(("mode", "mean_rank"), [("averaged", 0.5), ("0", 0.0), ("1", 1.0)])
+@pytest.mark.parametrize("mode, mean_rank", [("averaged", 0.5), ("0", 0.0), ("1", 1.0)])
 def test_values_of_single_steps_and_ranks_are_written(mode: str, mean_rank: float, tmp_path: Path) -> None:
     check_program("logging_ranks", tmp_path, mode)
     (path,) = tmp_path.iterdir()

@@ -42,7 +42,7 @@ MISMATCHES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), MISMATCHES)
+@pytest.mark.parametrize("change, message", MISMATCHES)
 def test_weights_that_do_not_match_the_model_are_refused(
     change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,7 +75,7 @@ class Subclass(networks.SimpleNN):
 
 
 @pytest.mark.parametrize(
-    ("build", "recipe"),
+    "build, recipe",
     [
         (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
         (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}),

@@ -66,7 +66,7 @@ CAUSES_BY_ERROR = [
 ]
 
 
-@pytest.mark.parametrize(("error", "cause"), CAUSES_BY_ERROR)
+@pytest.mark.parametrize("error, cause", CAUSES_BY_ERROR)
 def test_the_class_of_an_error_has_precedence_over_its_text(error: BaseException, cause: Cause) -> None:
     assert classify_error(error) is cause
 
@@ -84,7 +84,7 @@ CONVERTED_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("error", "cause"), CONVERTED_ERRORS)
+@pytest.mark.parametrize("error, cause", CONVERTED_ERRORS)
 def test_an_error_that_torch_converts_to_text_keeps_its_cause(error: Exception, cause: Cause) -> None:
     first: Future[Exception] = Future()
     second = first.then(lambda future: future.value())
@@ -112,7 +112,7 @@ CAUSES_BY_TEXT = {
 }
 
 
-@pytest.mark.parametrize(("text", "cause"), CAUSES_BY_TEXT.items())
+@pytest.mark.parametrize("text, cause", CAUSES_BY_TEXT.items())
 def test_recorded_text_of_older_versions_has_a_cause(text: str, cause: Cause) -> None:
     assert classify_recorded_text(text) is cause
 
@@ -129,7 +129,7 @@ LOGS_OF_ABORTED_PROCESSES = [
 ]
 
 
-@pytest.mark.parametrize(("log", "exit_code", "is_shortage"), LOGS_OF_ABORTED_PROCESSES)
+@pytest.mark.parametrize("log, exit_code, is_shortage", LOGS_OF_ABORTED_PROCESSES)
 def test_only_the_last_lines_of_an_aborted_process_show_a_shortage_of_threads(
     log: str, exit_code: int, is_shortage: bool
 ) -> None:

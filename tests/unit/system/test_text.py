@@ -15,13 +15,13 @@ COUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "noun", "text"), COUNTS)
+@pytest.mark.parametrize("count, noun, text", COUNTS)
 def test_a_count_has_the_singular_or_plural_noun(count: int, noun: str, text: str) -> None:
     assert format_count(count, noun) == text
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0 s"), (119, "119 s"), (29 * 60, "29 min"), (7300, "2 h"), (200_000, "2 d")]
+    "seconds, text", [(0.4, "0 s"), (119, "119 s"), (29 * 60, "29 min"), (7300, "2 h"), (200_000, "2 d")]
 )
 def test_a_duration_has_one_unit(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text

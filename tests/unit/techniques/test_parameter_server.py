@@ -35,7 +35,7 @@ def make_server(policy: StalenessPolicy, timeout: float = 60, *, damp: bool = Fa
     return ShardServer(Shard(torch.zeros(2), sgd, policy.workers), policy, timeout, damp=damp, record=True)
 
 
-@pytest.mark.parametrize(("length", "servers"), [(10, 1), (10, 3), (3, 3), (7, 4)])
+@pytest.mark.parametrize("length, servers", [(10, 1), (10, 3), (3, 3), (7, 4)])
 def test_shards_cover_the_vector_and_their_sizes_differ_by_at_most_one(length: int, servers: int) -> None:
     shards = split_vector_into_shards(length, servers)
     indices: list[int] = []
@@ -73,7 +73,7 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "phrases"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, phrases", INVALID_SETTINGS.items())
 def test_invalid_settings_of_the_parameter_server_are_refused(settings: str, phrases: list[str]) -> None:
     with expect_refusal(*phrases):
         config.load_config(Config, settings.split(), {})
@@ -159,7 +159,7 @@ def test_a_synchronous_server_applies_the_mean_of_all_pushes() -> None:
     assert server.events[-1] == {"push": [0, 1], "rate": 0.5, "version": 1}
 
 
-@pytest.mark.parametrize(("damp", "parameter"), [(False, -1.5), (True, -1.25)])
+@pytest.mark.parametrize("damp, parameter", [(False, -1.5), (True, -1.25)])
 def test_an_asynchronous_server_applies_each_push_when_it_arrives(damp: bool, parameter: float) -> None:
     server = make_server(StalenessPolicy("async", 0, 2), damp=damp)
     gradient = torch.ones(2)
@@ -264,7 +264,7 @@ def test_the_rate_of_simulated_turns_agrees_with_the_formulas(turns: tuple[float
         assert play_turns(policy, turns) == pytest.approx(rate, rel=0.02)
 
 
-@pytest.mark.parametrize(("staleness", "pushes"), [(3, 7), (5, 9), (8, 12), (12, 16)])
+@pytest.mark.parametrize("staleness, pushes", [(3, 7), (5, 9), (8, 12), (12, 16)])
 def test_the_bound_limits_the_pushes_during_one_turn_of_a_slow_worker(staleness: int, pushes: int) -> None:
     """The pushes within the bound, and those that waited for the slow worker."""
     rate = play_turns(StalenessPolicy("bounded", staleness, 4), (0.1, 0.1, 0.1, 10))

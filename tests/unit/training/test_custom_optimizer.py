@@ -19,7 +19,7 @@ INVALID_DECAYS = {
 }
 
 
-@pytest.mark.parametrize(("body", "message"), INVALID_DECAYS.items())
+@pytest.mark.parametrize("body, message", INVALID_DECAYS.items())
 def test_a_decay_that_returns_no_valid_factor_is_refused(tmp_path: Path, body: str, message: str) -> None:
     file = tmp_path / "own.py"
     file.write_text(f"def f(step, total):\n    {body}\n")
@@ -34,7 +34,7 @@ MISSING_FILES = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), MISSING_FILES)
+@pytest.mark.parametrize("settings, message", MISSING_FILES)
 def test_missing_files_are_refused(settings: Optim, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         custom_optimizer.check_custom_optimizer(settings)

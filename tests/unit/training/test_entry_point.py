@@ -33,7 +33,7 @@ INVALID_CUSTOM_FILES = {
 }
 
 
-@pytest.mark.parametrize(("setting", "message"), INVALID_CUSTOM_FILES.items())
+@pytest.mark.parametrize("setting, message", INVALID_CUSTOM_FILES.items())
 def test_custom_files_are_checked_before_anything_starts(
     setting: str, message: str, tmp_path: Path, command_line: list[str]
 ) -> None:

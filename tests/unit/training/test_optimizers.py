@@ -71,7 +71,7 @@ print("torch._dynamo" in sys.modules)
     assert process.stdout == "False\n"
 
 
-@pytest.mark.parametrize(("nesterov", "weight_after_two_steps"), [(True, -(1.5 + 1.75)), (False, -(1 + 1.5))])
+@pytest.mark.parametrize("nesterov, weight_after_two_steps", [(True, -(1.5 + 1.75)), (False, -(1 + 1.5))])
 def test_momentum_is_nesterovs_or_the_classical_one(nesterov: bool, weight_after_two_steps: float) -> None:
     """The velocities are 1 and 1.5. Nesterov's step is gradient + momentum * velocity."""
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -83,7 +83,7 @@ def test_momentum_is_nesterovs_or_the_classical_one(nesterov: bool, weight_after
 
 
 @pytest.mark.parametrize(
-    ("settings", "vector_decay"),
+    "settings, vector_decay",
     [(Optim(weight_decay=0.1, decayed="all"), 0.1), (Optim(weight_decay=0.1, decayed="matrices"), 0.0)],
 )
 def test_biases_and_scales_have_no_weight_decay_if_only_matrices_have_it(settings: Optim, vector_decay: float) -> None:

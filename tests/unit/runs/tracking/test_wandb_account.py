@@ -31,7 +31,7 @@ ACCOUNTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text", "variables", "is_found"), ACCOUNTS)
+@pytest.mark.parametrize("name, text, variables, is_found", ACCOUNTS)
 def test_an_account_is_found_where_wandb_finds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, variables: dict[str, str], is_found: bool
 ) -> None:

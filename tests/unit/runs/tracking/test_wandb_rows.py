@@ -63,7 +63,7 @@ def attempt(tmp_path: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "media"),
+    "steps, rows, media",
     [(100, 2, 0), (103, 5, 0), (108, 10, 0), (109, 10, 1), (110, 10, 2), (113, 13, 2), (999, 20, 2)],
 )
 def test_the_journal_determines_which_rows_wandb_received(
@@ -80,7 +80,7 @@ def test_the_journal_determines_which_rows_wandb_received(
     assert notes[1].media == media
 
 
-@pytest.mark.parametrize(("complete", "rows"), [(False, (12, 0)), (True, (20, 7))])
+@pytest.mark.parametrize("complete, rows", [(False, (12, 0)), (True, (20, 7))])
 def test_the_journal_corrects_only_incomplete_attempts(
     attempt: RunFolder, complete: bool, rows: tuple[int, int]
 ) -> None:

@@ -194,7 +194,7 @@ SLURM_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "body", "message"), SLURM_ERRORS)
+@pytest.mark.parametrize("name, body, message", SLURM_ERRORS)
 def test_errors_of_slurm_are_reported_and_leave_no_folder(
     fake: Fake, cache: Path, runs: Path, name: str, body: str, message: str
 ) -> None:

@@ -18,7 +18,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("rate", "delay", "shape", "description"), SHAPES)
+@pytest.mark.parametrize("rate, delay, shape, description", SHAPES)
 def test_rates_and_delays_have_units(rate: str, delay: str, shape: Shape, description: str) -> None:
     parsed = cables.parse_rate_and_delay(rate, delay)
     assert parsed == pytest.approx(shape)

@@ -244,7 +244,7 @@ ERRORS_IN_LOGS = [
 ]
 
 
-@pytest.mark.parametrize(("logs", "error"), ERRORS_IN_LOGS)
+@pytest.mark.parametrize("logs, error", ERRORS_IN_LOGS)
 def test_an_error_in_the_logs_explains_a_failed_start(logs: dict[str, str], error: str, tmp_path: Path) -> None:
     for name, text in logs.items():
         (tmp_path / f"{name}.log").write_text(text)

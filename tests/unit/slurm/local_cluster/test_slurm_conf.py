@@ -173,7 +173,7 @@ ROWS_BY_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("options", "rows"), ROWS_BY_OPTIONS)
+@pytest.mark.parametrize("options, rows", ROWS_BY_OPTIONS)
 def test_the_replacement_for_sacct_prints_the_rows_of_sacct(
     options: list[str], rows: list[str], tmp_path: Path
 ) -> None:

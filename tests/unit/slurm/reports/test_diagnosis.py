@@ -18,7 +18,7 @@ CAUSES = {
 }
 
 
-@pytest.mark.parametrize(("fields", "cause"), CAUSES.items())
+@pytest.mark.parametrize("fields, cause", CAUSES.items())
 def test_the_cause_follows_from_the_state_of_the_job_and_not_from_other_fields(
     fake_here: Fake, runs: Path, fields: str, cause: str
 ) -> None:

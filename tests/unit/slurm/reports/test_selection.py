@@ -12,7 +12,7 @@ from tests.harness.slurm.fake_slurm import Fake, report
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 
-@pytest.mark.parametrize(("verb", "run"), [("status", "../x"), ("logs", "nothing"), ("cancel", "x")])
+@pytest.mark.parametrize("verb, run", [("status", "../x"), ("logs", "nothing"), ("cancel", "x")])
 def test_unknown_runs_are_refused(fake: Fake, verb: str, run: str) -> None:
     process = in_process.run_verb(verb, run, status=2, **fake.environment())  # type: ignore[arg-type]
     assert "no such run folder" in process.stderr

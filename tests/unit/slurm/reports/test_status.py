@@ -68,7 +68,7 @@ def test_waiting_requires_a_run(tmp_path: Path) -> None:
     assert "error: WAIT requires RUN=<id>" in process.stderr
 
 
-@pytest.mark.parametrize(("state", "exit_status"), [("failed", 1), ("lost", 1), ("finished", 0)])
+@pytest.mark.parametrize("state, exit_status", [("failed", 1), ("lost", 1), ("finished", 0)])
 def test_a_failed_run_changes_the_exit_status_only_for_scripts(tmp_path: Path, state: str, exit_status: int) -> None:
     run = str(Made(state=state).write(tmp_path).path)
     for verb, arguments in {"status": ["--", run], "doctor": [f"--run={run}"]}.items():
@@ -93,7 +93,7 @@ STATES_BY_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("answers", "state", "exit_status"), STATES_BY_ANSWERS)
+@pytest.mark.parametrize("answers, state, exit_status", STATES_BY_ANSWERS)
 def test_squeue_scontrol_and_sacct_are_queried_in_turn(
     fake: Fake, runs: Path, answers: dict[str, str], state: str, exit_status: int
 ) -> None:
@@ -251,7 +251,7 @@ INCOMPLETE_RESULTS = [
 ]
 
 
-@pytest.mark.parametrize(("content", "state", "detail"), INCOMPLETE_RESULTS)
+@pytest.mark.parametrize("content, state, detail", INCOMPLETE_RESULTS)
 def test_an_incomplete_result_does_not_prevent_the_list(
     tmp_path: Path, content: dict[str, Any], state: str, detail: str
 ) -> None:

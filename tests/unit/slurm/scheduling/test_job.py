@@ -88,7 +88,7 @@ def test_a_rank_that_meets_no_other_rank_at_the_first_start_refuses(
 
 
 @pytest.mark.parametrize(
-    ("stop_signal", "restarts", "status"), [(signal.SIGUSR2, "0", 1), (0, "1", EXIT_FAILED), (signal.SIGUSR2, "1", 1)]
+    "stop_signal, restarts, status", [(signal.SIGUSR2, "0", 1), (0, "1", EXIT_FAILED), (signal.SIGUSR2, "1", 1)]
 )
 def test_a_rank_that_meets_no_other_rank_fails_after_a_restart_or_a_stop_request(
     stop_signal: int, restarts: str, status: int, job_folder: RunFolder, monkeypatch: pytest.MonkeyPatch

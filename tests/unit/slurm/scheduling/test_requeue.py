@@ -52,7 +52,7 @@ REQUEUED_STATUSES = [
 ]
 
 
-@pytest.mark.parametrize(("status", "message"), REQUEUED_STATUSES)
+@pytest.mark.parametrize("status, message", REQUEUED_STATUSES)
 def test_a_job_is_requeued(fake: Fake, job_folder: RunFolder, status: int, message: str) -> None:
     process = end_job(fake, job_folder, status, SAME_START)
     assert count_requeues(fake) == 1

@@ -84,7 +84,7 @@ INVALID_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), INVALID_SETTINGS)
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS)
 def test_invalid_profile_settings_are_refused(settings: list[str], message: str) -> None:
     with expect_refusal(message):
         sbatch.load_profile("default", settings)

@@ -133,7 +133,7 @@ def test_a_run_belongs_to_its_job_and_to_any_job_before_its_job_is_recorded(arra
 
 
 @pytest.mark.parametrize(
-    ("job", "owner"), [(ARRAY_TASK | {"id": "24"}, "job 24"), (None, "an attempt that was started without SLURM")]
+    "job, owner", [(ARRAY_TASK | {"id": "24"}, "job 24"), (None, "an attempt that was started without SLURM")]
 )
 def test_a_job_neither_starts_nor_requeues_a_run_of_another_owner(
     array_task: RunFolder, job: dict[str, str] | None, owner: str, capfd: pytest.CaptureFixture[str]

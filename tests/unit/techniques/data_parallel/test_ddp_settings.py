@@ -34,14 +34,14 @@ INVALID_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("settings", "phrases"), INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, phrases", INVALID_SETTINGS.items())
 def test_invalid_settings_of_data_parallelism_are_refused(settings: str, phrases: list[str]) -> None:
     with expect_refusal(*phrases):
         config.load_config(Config, settings.split(), {})
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks"), [([], 2), (["launch.nodes=4"], 4), (["launch.nodes=2", "processes_per_node=8"], 16)]
+    "settings, ranks", [([], 2), (["launch.nodes=4"], 4), (["launch.nodes=2", "processes_per_node=8"], 16)]
 )
 def test_the_number_of_ranks_follows_from_the_nodes(settings: list[str], ranks: int) -> None:
     assert config.load_config(Config, settings, {}).processes == ranks

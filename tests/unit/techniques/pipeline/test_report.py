@@ -39,7 +39,7 @@ def test_an_ideal_run_has_the_ideal_bubble_and_a_line_per_stage() -> None:
     assert timeline[0] == {"rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0}
 
 
-@pytest.mark.parametrize(("kinds", "has_uppercase_letters"), [("FB", False), ("FIW", True)])
+@pytest.mark.parametrize("kinds, has_uppercase_letters", [("FB", False), ("FIW", True)])
 def test_the_legend_explains_uppercase_letters_if_there_are_any(kinds: str, has_uppercase_letters: bool) -> None:
     plan = [[Action(kind, 0, 0) for kind in kinds]]
     pipeline_report = report.PipelineReport(0.0, [0.0], simulate_schedule(plan, 1))

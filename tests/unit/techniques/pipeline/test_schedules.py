@@ -42,7 +42,7 @@ def simulate_bubble(plan: Schedule, stages: int) -> float:
     return compute_bubble(simulate_schedule(plan, stages))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
 def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
     sizes = (ranks, ranks, microbatches)  # one stage per rank
     bubble = (ranks - 1) / (microbatches + ranks - 1)
@@ -61,7 +61,7 @@ def count_stored_microbatches(actions: list[Action]) -> int:
     return maximum
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 4), (4, 16)])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 4), (4, 16)])
 def test_1f1b_stores_at_most_one_microbatch_per_following_stage(ranks: int, microbatches: int) -> None:
     plan = schedules.make_1f1b_schedule(ranks, ranks, microbatches)
     for rank, actions in enumerate(plan):
@@ -116,7 +116,7 @@ INVALID_ACTIONS = {
 }
 
 
-@pytest.mark.parametrize(("actions_of_rank_0", "message"), INVALID_ACTIONS.items())
+@pytest.mark.parametrize("actions_of_rank_0, message", INVALID_ACTIONS.items())
 def test_an_invalid_schedule_is_refused_with_the_invalid_action(
     tmp_path: Path, actions_of_rank_0: str, message: str
 ) -> None:
@@ -160,7 +160,7 @@ ERRORS_OF_SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize(("body", "line", "message"), ERRORS_OF_SCHEDULES)
+@pytest.mark.parametrize("body, line, message", ERRORS_OF_SCHEDULES)
 def test_an_error_of_a_custom_schedule_has_file_and_line(
     tmp_path: Path, body: str, line: int | None, message: str
 ) -> None:
