@@ -24,7 +24,7 @@ from common.system.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
 from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process, warm
 from tests.harness.commands.make_targets import handed_over
 from tests.harness.commands.processes import Done, Settings, environment, processes_of, script
 from tests.harness.commands.warm import ROOT
@@ -208,7 +208,7 @@ def test_clean_refuses_a_dry_run(place: Path) -> None:
 
 
 def test_several_targets_accept_the_settings_of_each(place: Path) -> None:
-    completed = make(place, "status", "sync", "ALL=1", "DRY_RUN=1")
+    completed = make(place, "status", "sync", "ALL=1", "DRY_RUN=1", status=2)
     assert "does not accept" not in completed.err
     assert "no runs in runs yet" in completed.err
 
@@ -321,10 +321,7 @@ for words in (
         print(error)
 """
     env = environment(PYTHONPATH=f"{tmp_path / 'fake'}:{ROOT}")
-    completed = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
-    )
-    assert completed.returncode == 0, completed
+    completed = warm.execute([sys.executable, "-c", program], cwd=tmp_path, env=env, real=True, status=0)
     assert not completed.stderr, completed
     parts = ("did you mean mnist_pipeline?", "did you mean epochs?", "microbatches=2 or 4", "none.py", "NODES must be")
     messages = completed.stdout.splitlines()

@@ -114,9 +114,8 @@ FILES = (("experiments", "py"), ("experiments", "md"), ("configs", "py"), ("conf
 
 @pytest.mark.parametrize("folder, suffix", FILES)
 def test_nothing_is_written_if_one_file_cannot_be_written(root: Path, folder: str, suffix: str) -> None:
-    (root / folder / f"my_mlp.{suffix}").symlink_to(
-        root / "nowhere"
-    )  # a dangling link is found only when the file is written
+    dangling_link = root / folder / f"my_mlp.{suffix}"  # is found only when the file is written
+    dangling_link.symlink_to(root / "nowhere")
     completed, changed = write_in(root, "my_mlp", status=2)
     assert f"my_mlp.{suffix} already exists" in completed.stderr
     assert not changed

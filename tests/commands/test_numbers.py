@@ -86,9 +86,8 @@ def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() 
     shown, folded = tables.format_measured({"x/y": part}, "x/y").split("\n\n<details>")
     shown_names = re.findall(r"^\| (\w+ \w+) \|", shown, re.MULTILINE)
     assert shown_names == ["with goal", *(f"row {number}" for number in range(11))]
-    assert folded.startswith(
-        "<summary>2 more rows</summary>\n\n| measured | value | goal |\n| --- | --- | --- |\n| row 11 "
-    )
+    heading = "| measured | value | goal |\n| --- | --- | --- |"
+    assert folded.startswith(f"<summary>2 more rows</summary>\n\n{heading}\n| row 11 ")
     assert "| row 12 | 1 |  |\n\n</details>\n\n`make bench NAME=x/y`" in folded
 
     value = "<!-- value x/y | row 12 | value --><!-- end -->"

@@ -278,9 +278,8 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
 
 def check_colours(chrome: Any) -> None:
     """Check that the colours of 50 runs differ, and those of neighbours in the legend even more."""
-    strokes = chrome.execute_script(
-        "return [...document.querySelectorAll('.experiment .line')].map(l => getComputedStyle(l).stroke)"
-    )
+    lines = "[...document.querySelectorAll('.experiment .line')]"
+    strokes = chrome.execute_script(f"return {lines}.map(l => getComputedStyle(l).stroke)")
     assert len(strokes) == 50
     coordinates = [re.findall(r"-?[\d.]+", stroke)[:3] for stroke in strokes]  # in oklab
     colours = np.array(coordinates, float)

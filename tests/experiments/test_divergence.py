@@ -11,9 +11,8 @@ from tests.harness.commands.processes import Settings, run
 
 
 def test_divergence_in_the_last_steps_fails_the_run(tmp_path: Path, quick: Settings) -> None:
-    completed = run(
-        "mnist_pipeline", *quick, "checkpoint.every_steps=0", "optim.lr=30", "steps=13", runs=tmp_path, status=2
-    )
+    settings = (*quick, "checkpoint.every_steps=0", "optim.lr=30", "steps=13")
+    completed = run("mnist_pipeline", *settings, runs=tmp_path, status=2)
     assert "the loss of step" in completed.err
     assert completed.folder.result["state"] == "failed"
     assert completed.folder.result["cause"] == "diverged"

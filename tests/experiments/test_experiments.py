@@ -23,7 +23,7 @@ from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
 from tests.harness.commands.processes import Done, command, environment, run
-from tests.harness.commands.warm import ROOT, Command
+from tests.harness.commands.warm import ROOT, Command, execute
 from tests.harness.environment.shared_results import Make, run_once
 from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
 from tests.harness.runs.resuming import trained_steps
@@ -146,16 +146,9 @@ def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_o
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
     arguments = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path)
     arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
-    completed = subprocess.run(
-        ["script", "-qec", shlex.join(arguments), "/dev/null"],  # runs the command on a terminal
-        cwd=ROOT,
-        env=environment(TERM="xterm", COLUMNS="120"),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert completed.returncode == 0, completed.stdout
+    on_terminal = ["script", "-qec", shlex.join(arguments), "/dev/null"]
+    env = environment(TERM="xterm", COLUMNS="120")
+    completed = execute(on_terminal, env=env, real=True, status=0)
     assert "100/100" in completed.stdout
     assert "━" in completed.stdout
     assert re.search("evaluation .*/300", completed.stdout)
@@ -226,7 +219,8 @@ def test_answers_need_no_torch() -> None:
     assert "runs.tracking.wandb_tracker" in free
     commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
     commands += ["launch.new_experiment", "launch.check_optimizer", "launch.experiment_sweep", "local_cluster.cli"]
-    commands += ["reports.compare", "reports.doctor"]
+    commands += ["reports.compare", "reports.doctor", "reports.prune_runs"]
+    commands += ["reports.wandb_dashboard", "reports.wandb_sync"]
     modules = ", ".join([f"slurm.{name}" for name in commands] + [f"common.{name}" for name in free])
     assert list_loaded_modules(modules, ["torch", "wandb"]) == []
 

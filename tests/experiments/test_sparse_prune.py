@@ -597,9 +597,8 @@ def test_csr_speed_is_inconclusive_if_repeats_disagree() -> None:
         rows[label] = []
         for seconds in repeats:
             rows[label].append({"csr_seconds": seconds, "fp32_seconds": 1.0, "bf16_seconds": 10.0})
-    assert describe_csr_speed(rows) == (
-        "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
-    )
+    expected = "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
+    assert describe_csr_speed(rows) == expected
 
 
 def test_repeats_of_a_python_grid_have_different_seeds() -> None:

@@ -36,10 +36,8 @@ def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: 
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         refused = resume(STAGED, folder, status=2)
-        settings = (
-            f"{folder.path.name} is already running (attempt 1, process {process.pid} on this machine); wait for it"
-        )
-        assert settings in refused.stderr, refused
+        owner = f"attempt 1, process {process.pid} on this machine"
+        assert f"{folder.path.name} is already running ({owner}); wait for it" in refused.stderr, refused
         assert len(folder.list_attempts()) == 1
         folder.claim_attempt()  # as older versions do, or a host that sees neither lock nor process
         out, err = process.communicate(PATIENCE)

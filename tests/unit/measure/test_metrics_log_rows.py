@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore
 
 from common.measure.metrics_log import MetricsLog
 from common.ranks.ranks import Ranks
@@ -38,15 +36,7 @@ def test_values_of_single_steps_and_ranks_are_written(mode: str, mean_rank: floa
     assert select_values(rows, "on_rank_1") == ({5: 7.0} if mode == "averaged" else {})
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_an_evaluation_is_written_after_the_steps_before_it(tmp_path: Path, group: None) -> None:
+def test_an_evaluation_is_written_after_the_steps_before_it(tmp_path: Path, world: World) -> None:
     folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     ranks = Ranks(World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1))
     log = MetricsLog(ranks, MetricsWriter(folder.metrics_file, print), OneSamplePerStep(), source=0)

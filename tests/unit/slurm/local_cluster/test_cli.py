@@ -104,12 +104,8 @@ def test_verbs_change_the_cable_and_power_of_one_host(running: RunningCluster) -
     assert running.run("cut", "2") == "cut: node2"
     assert running.run("join", "node2") == "join: node2"
     assert running.run("power-off", "1") == "power-off: node1"
-    assert running.list_calls("link") == [
-        "link set node2 down",
-        "link set node2 up",
-        "link set node1 down",
-        "link del node1",
-    ]
+    calls = ["link set node2 down", "link set node2 up", "link set node1 down", "link del node1"]
+    assert running.list_calls("link") == calls
     assert running.node1.wait(timeout=5) == KILLED
     assert running.node2.poll() is None
 
