@@ -21,6 +21,7 @@ from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 SAME_START = "JobState=RUNNING Restarts=1"
 STARTED_AGAIN = "JobState=RUNNING Restarts=2"
 REQUEUED = "JobState=PENDING Restarts=2"
+CANCELLED = "JobState=CANCELLED Restarts=1"
 
 
 def answer_with_states(fake: Fake, *states: str, requeue_command: str = "exit 0") -> None:
@@ -60,9 +61,11 @@ def test_a_job_is_requeued(fake: Fake, job_folder: RunFolder, status: int, messa
     assert not job_folder.result
 
 
-@pytest.mark.parametrize("state", [STARTED_AGAIN, REQUEUED])
-def test_a_job_that_was_started_again_is_not_changed(fake: Fake, job_folder: RunFolder, state: str) -> None:
-    """This host was disconnected meanwhile. A requeue would end the new start."""
+@pytest.mark.parametrize("state", [STARTED_AGAIN, REQUEUED, CANCELLED])
+def test_a_job_that_has_ended_or_was_started_again_is_not_changed(
+    fake: Fake, job_folder: RunFolder, state: str
+) -> None:
+    """This host was disconnected meanwhile. A requeue would end the new start, or restart a canceled job."""
     for status in (EXIT_RESUMABLE, 137, 2):
         assert end_job(fake, job_folder, status, state).returncode == status
     assert count_requeues(fake) == 0
