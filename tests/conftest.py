@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,14 @@ def digits(cache: Path) -> Settings:
         "log.progress=lines",
         "launch.threads=1",  # tests run three at a time
     )
+
+
+@pytest.fixture
+def waiting_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a test may record as that of a run."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture

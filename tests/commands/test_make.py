@@ -427,6 +427,14 @@ def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
     )
 
 
+def change_requirements(place: Path, addition: str = "# another\n") -> None:
+    """Add text to requirements.txt, which is then newer than the environment."""
+    requirements = place / "requirements.txt"
+    requirements.write_text(requirements.read_text() + addition)
+    later = (place / ".venv/.ready").stat().st_mtime + 10
+    os.utime(requirements, (later, later))
+
+
 def test_python_without_venv_gets_the_remedy(place: Path) -> None:
     completed = set_up(place, fake_python(place, bare=True), status=2)
     assert "apt-get install python3-venv" in completed.err
@@ -468,13 +476,10 @@ def test_environment_is_built_once_and_again_only_for_new_requirements(place: Pa
     os.utime(place / "Makefile")
     make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 1
-    later = (place / ".venv/.ready").stat().st_mtime + 10
-    os.utime(place / "requirements.txt", (later, later))
+    change_requirements(place, "")
     make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 1  # a checkout sets the time, and the content is the same
-    with open(place / "requirements.txt", "a") as file:
-        file.write("# another\n")
-    os.utime(place / "requirements.txt", (later + 10, later + 10))
+    change_requirements(place)
     make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 2
 
@@ -485,10 +490,7 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
     set_up(place, python)
     library = place / ".venv/library.so"
     library.write_bytes(bytes(4096))
-    with open(place / "requirements.txt", "a") as file:
-        file.write("# another\n")
-    later = (place / ".venv/.ready").stat().st_mtime + 10
-    os.utime(place / "requirements.txt", (later, later))
+    change_requirements(place)
     with open(library, "rb") as mapped, mmap.mmap(mapped.fileno(), 0, prot=mmap.PROT_READ):
         completed = make(place, "lint", f"PYTHON={python}", status=2)
         reports = [make(place, *arguments, f"PYTHON={python}") for arguments in (["status"], ["doctor", "RUN=0000"])]

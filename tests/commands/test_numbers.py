@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,24 +65,27 @@ def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
     assert not typed, "take it from a record: <!-- value PART | ROW | COLUMN --><!-- end -->"
 
 
+def make_part(*rows: Row) -> dict[str, Any]:
+    """Return the recorded part of a benchmark with these rows."""
+    table = {"columns": ["measured", "value"], "rows": [row.json() for row in rows]}
+    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {"torch": "2.15"}}
+    return about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
+
+
 def test_a_changed_number_is_noticed() -> None:
     text = "<!-- value x/y | a / b | value -->9<!-- end -->\n<!-- measured x/y -->\n<!-- end -->"
-    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {"torch": "2.15"}}
-    table = {"columns": ["measured", "value"], "rows": [at_least("a / b", Number(1.5, 1, 2), 1.3).json()]}
-    part = about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
+    part = make_part(at_least("a / b", Number(1.5, 1, 2), 1.3))
     filled = tables.fill_page(text, {"x/y": part})
     assert "-->1.5<!-- end -->" in filled
     assert "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
     assert tables.fill_page(filled, {"x/y": part}) == filled != text
     with pytest.raises(ValueError, match="no row 'a / b'"):
-        tables.fill_page(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}})
+        tables.fill_page(text, {"x/y": make_part()})
 
 
 def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() -> None:
     rows = [Row(f"row {number}", ["1"]) for number in range(13)] + [at_least("with goal", Number(3, 3, 3), 2)]
-    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {}}
-    table = {"columns": ["measured", "value"], "rows": [row.json() for row in rows]}
-    part = about | {"table": table, "rounds": 1, "command": "make bench NAME=x/y"}
+    part = make_part(*rows)
 
     shown, folded = tables.format_measured({"x/y": part}, "x/y").split("\n\n<details>")
     shown_names = re.findall(r"^\| (\w+ \w+) \|", shown, re.MULTILINE)

@@ -21,7 +21,7 @@ from common.data.prepare import PreparedDataset
 from common.runs import provenance
 from common.runs.folder import RunFolder, read_json, write_json
 from common.system.errors import UserError
-from configs import ddp_multinode, mnist_pipeline
+from configs import ddp_multinode
 from configs.profile import Profile
 from configs.shared import TrainingExperiment
 from slurm.launch import rerun
@@ -80,11 +80,13 @@ def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path)
     assert (new.path / "code/own/data.py").read_text() == file.read_text()
 
 
-def make_run_with_custom_files(experiment: str, cfg: TrainingExperiment, tmp_path: Path) -> RunFolder:
-    """Return the folder of a run that stores the custom files of its config."""
+def make_run_with_custom_files(experiment: str, tmp_path: Path, *settings: str) -> tuple[RunFolder, Any]:
+    """Return the folder of a run that stores the custom files of its settings, and the config of a repetition."""
+    arguments = [*settings, f"runs={tmp_path / 'new'}"]
+    cfg = config.load_config(config.import_schema(experiment), arguments, {})
     old = Made(experiment, 1, 20).write(tmp_path / "old")
     provenance.copy_custom_files(cfg, old.path / "code")
-    return old
+    return old, cfg
 
 
 def read_stored_files(old: RunFolder, cfg: TrainingExperiment, overridden: Sequence[str] = ()) -> list[str]:
@@ -97,9 +99,7 @@ def read_stored_files(old: RunFolder, cfg: TrainingExperiment, overridden: Seque
 def test_a_repetition_stores_the_file_of_an_overridden_schedule(tmp_path: Path) -> None:
     order = write_schedule(tmp_path)
     old_text = order.read_text()
-    settings = [f"schedule={order}:own", f"runs={tmp_path / 'new'}"]
-    cfg = config.load_config(mnist_pipeline.Config, settings, {})
-    old = make_run_with_custom_files("mnist_pipeline", cfg, tmp_path)
+    old, cfg = make_run_with_custom_files("mnist_pipeline", tmp_path, f"schedule={order}:own")
     order = write_schedule(tmp_path, "FBW")
     assert read_stored_files(old, cfg) == [old_text]
     assert read_stored_files(old, cfg, ["schedule"]) == [order.read_text()]
@@ -113,9 +113,8 @@ def test_a_repetition_stores_the_file_of_a_custom_algorithm(tmp_path: Path) -> N
     moves = "[[('add', 0, 1), ('send', 0, 1)], [('send', 0, 0), ('receive', 0, 0)]]"
     old_text = f"def star(ranks):\n    return {moves}\n"
     file.write_text(old_text)
-    settings = ["launch.backend=builtin", f"launch.algorithm={file}:star", f"runs={tmp_path / 'new'}"]
-    cfg = config.load_config(ddp_multinode.Config, settings, {})
-    old = make_run_with_custom_files("ddp_multinode", cfg, tmp_path)
+    settings = ("launch.backend=builtin", f"launch.algorithm={file}:star")
+    old, cfg = make_run_with_custom_files("ddp_multinode", tmp_path, *settings)
     file.write_text("def star(ranks):\n    return [[], []]\n")
     assert read_stored_files(old, cfg) == [old_text]
     assert read_stored_files(old, cfg, ["launch.algorithm"]) == [file.read_text()]
@@ -129,9 +128,8 @@ def test_a_repetition_stores_the_files_of_a_custom_optimizer_and_decay(tmp_path:
     decay = write_example(tmp_path, "halving.py")
     old_optimizer_text = optimizer.read_text()
     old_decay_text = decay.read_text()
-    settings = [f"optim.name={optimizer}:Lion", f"optim.decay={decay}:halve", f"runs={tmp_path / 'new'}"]
-    cfg = config.load_config(ddp_multinode.Config, settings, {})
-    old = make_run_with_custom_files("ddp_multinode", cfg, tmp_path)
+    settings = (f"optim.name={optimizer}:Lion", f"optim.decay={decay}:halve")
+    old, cfg = make_run_with_custom_files("ddp_multinode", tmp_path, *settings)
     new_text = "def halve(step, total):\n    return -1\n"
     optimizer.write_text(new_text)
     decay.write_text(new_text)

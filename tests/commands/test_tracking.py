@@ -44,6 +44,7 @@ from tests.harness.runs.tracked_runs import (
     records,
     status,
     track,
+    write_failing_wandb,
 )
 
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
@@ -325,17 +326,14 @@ def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, RunFolder]:
 
 
 def test_a_failing_tracking_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = tmp_path / "fake/wandb/__init__.py"
-    fake.parent.mkdir(parents=True)
-    fake.write_text("raise OSError(28, 'No space left on device')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", write_failing_wandb(tmp_path))
     monkeypatch.delenv("WANDB_MODE", raising=False)
     tracker, folder = start_offline(tmp_path)
     output = tracker.finish(20)
     assert output.startswith("W&B: offline; upload the run with: make sync")
     assert "tracking is incomplete: the tracking process failed with exit status 1, see " in output
     assert "No space left" in (folder.attempt_folder / "logs/tracker.log").read_text()
-    fake.write_text("import time\ntime.sleep(1.2)\nraise OSError(28, 'No space left on device')\n")
+    write_failing_wandb(tmp_path, "import time\ntime.sleep(1.2)\n")
     with pytest.raises(UserError, match=r"missing from W&B; .* the tracking process failed with exit status 1; see "):
         send_missing_rows(folder)  # make sync ignores wandb.finish_timeout, here 1 s
 

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
@@ -24,6 +23,7 @@ from tests.harness.commands.processes import Settings, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.entry import Entry
+from tests.harness.experiments.exported_programs import run_exported_program
 from tests.harness.experiments.registry import EXPERIMENTS, REPLICATED, STAGED
 
 NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
@@ -37,13 +37,6 @@ def copy(folder: RunFolder, destination: Path) -> RunFolder:
     return RunFolder(destination / folder.path.name)
 
 
-def run_program(path: Path, images: Tensor) -> Tensor:
-    """Run an exported program as `exporting.run_exported_program_in_new_process` does, but in this process."""
-    with torch.no_grad():
-        outputs: Tensor = torch.export.load(path).module()(images)
-    return outputs
-
-
 def export(folder: RunFolder, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     return in_process.run_verb("export", *arguments, "--", str(folder.path), status=status)
 
@@ -54,14 +47,14 @@ def test_the_torch_export_file_computes_the_same_outputs(
 ) -> None:
     """One experiment is checked in a process without this project, the others in this process."""
     if entry != STAGED:
-        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
+        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     folder = copy(finished(entry).folder, tmp_path)
     completed = export(folder, "--format=torch.export")
     if entry == STAGED:
         assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
     images = torch.randn(3, *facts["shape"])
-    assert torch.allclose(run_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
+    assert torch.allclose(run_exported_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
 
 
 def read_readme_examples() -> tuple[str, str]:
@@ -84,7 +77,7 @@ def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = ""
 def test_the_example_of_the_readme_uses_a_trained_model(
     finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     folder = copy(finished(STAGED).folder, tmp_path)
     export(folder, "--format=torch.export")
     exported, safetensors = read_readme_examples()

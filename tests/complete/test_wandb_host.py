@@ -42,6 +42,7 @@ from tests.harness.runs.tracked_runs import (
     run_tracking,
     status,
     track,
+    write_failing_wandb,
 )
 
 MAX_SECONDS = 30.0  # the waits under test take up to 4 s; without their limits they would take 20 s and more
@@ -447,10 +448,7 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
 
 
 def test_a_failing_tracker_does_not_fail_the_run(tmp_path: Path, digits: Settings) -> None:
-    fake = tmp_path / "fake" / "wandb" / "__init__.py"
-    fake.parent.mkdir(parents=True)
-    fake.write_text("raise OSError(28, 'No space left on device')\n")
-    paths = os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")])
+    paths = write_failing_wandb(tmp_path)
     completed = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
     assert completed.folder.result["state"] == "finished"
     assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.out

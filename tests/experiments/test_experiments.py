@@ -8,8 +8,6 @@ import math
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
 from tests.harness.commands.processes import Done, command, environment, run
+from tests.harness.commands.programs import list_loaded_modules
 from tests.harness.commands.warm import ROOT, Command, execute
 from tests.harness.environment.shared_results import Make, run_once
 from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
@@ -223,13 +222,6 @@ def test_answers_need_no_torch() -> None:
     commands += ["reports.wandb_dashboard", "reports.wandb_sync"]
     modules = ", ".join([f"slurm.{name}" for name in commands] + [f"common.{name}" for name in free])
     assert list_loaded_modules(modules, ["torch", "wandb"]) == []
-
-
-def list_loaded_modules(imports: str, modules: list[str]) -> list[str]:
-    """Return those of some modules that a new process has loaded after some imports."""
-    program = f"import sys, {imports}\nprint(*[name for name in {modules} if name in sys.modules])"
-    completed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    return completed.stdout.split()
 
 
 def test_the_common_import_loads_nothing_that_only_some_runs_need() -> None:

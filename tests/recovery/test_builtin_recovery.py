@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 from common.config import config
 from common.runs.folder import read_json
 from configs import ddp_multinode
-from tests.harness.commands.processes import PATIENCE, Done, Settings, processes_of, run
+from tests.harness.commands.processes import Done, Settings, run
 from tests.harness.experiments.registry import REPLICATED
-from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
+from tests.harness.runs.long_runs import (
+    ENDLESS,
+    check_hanging_rank,
+    check_killed_rank,
+    only_folder,
+    train_long,
+)
 from tests.harness.runs.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
 from tests.harness.runs.tracked_runs import inspect
 
@@ -80,13 +84,7 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: 
     settings = (*quick, *REPLICATED.spread(2), *BUILTIN, *ENDLESS)
     timing = ("checkpoint.every_steps=3", "launch.step_timeout=600")
     with train_long(REPLICATED.name, *settings, *timing, runs=tmp_path) as process:
-        os.kill(ranks_of(process)[1], signal.SIGKILL)
-        _, err = process.communicate(PATIENCE)
-        assert process.returncode == 128 + signal.SIGKILL
-        assert "error: rank 1 (pid" in err
-        assert "killed by SIGKILL" in err
-        assert "Traceback" not in err
-    assert not processes_of(str(tmp_path))
+        check_killed_rank(process, tmp_path)
     folder = only_folder(tmp_path)
     steps = max(trained_steps(folder)) + 5
     resume(REPLICATED, folder, f"steps={steps}")

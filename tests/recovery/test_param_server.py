@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from common.checkpoint.storage import list_resumable_checkpoints
-from tests.harness.commands.processes import PATIENCE, Settings, processes_of, run, wait_until
+from tests.harness.commands.processes import Settings, run, wait_until
 from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
+from tests.harness.runs.long_runs import ENDLESS, check_killed_rank, only_folder, train_long
 from tests.harness.runs.resuming import ALONE, differences, resume, trained_steps
 
 SERVED = BY_NAME["param_server"]
@@ -20,13 +18,7 @@ def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: 
     settings = (*quick, *SERVED.spread(2), ALONE, *ENDLESS, "checkpoint.every_steps=3", "optim.decay=constant")
     with train_long(SERVED.name, *settings, "launch.step_timeout=600", runs=tmp_path / "killed") as process:
         wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint is saved")
-        os.kill(ranks_of(process)[1], signal.SIGKILL)
-        _, err = process.communicate(PATIENCE)
-        assert process.returncode == 128 + signal.SIGKILL
-        assert "error: rank 1 (pid" in err, err
-        assert "killed by SIGKILL" in err, err
-        assert "Traceback" not in err, err
-    assert not processes_of(str(tmp_path))
+        check_killed_rank(process, tmp_path)
     folder = only_folder(tmp_path / "killed")
     steps = max(trained_steps(folder)) + 5
     resumed = resume(SERVED, folder, f"steps={steps}")

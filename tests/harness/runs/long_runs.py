@@ -90,6 +90,17 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert not processes_of(str(runs))
 
 
+def check_killed_rank(process: Command, runs: Path) -> None:
+    """Kill rank 1 in training: the run ends, names it, and leaves no process."""
+    os.kill(ranks_of(process)[1], signal.SIGKILL)
+    _, err = process.communicate(PATIENCE)
+    assert process.returncode == 128 + signal.SIGKILL, err
+    assert "error: rank 1 (pid" in err, err
+    assert "killed by SIGKILL" in err, err
+    assert "Traceback" not in err, err
+    assert not processes_of(str(runs))
+
+
 def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds: int = 5) -> None:
     """Suspend rank 1 in training: the run ends and names it, and the log of rank 0 shows where it waited."""
     settings = (*quick, *entry.spread(2), *ENDLESS, f"launch.step_timeout={seconds}")

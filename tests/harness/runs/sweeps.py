@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from common.runs.folder import read_json, write_json
-from tests.harness.commands import warm
+from tests.harness.commands import in_process, warm
 from tests.harness.commands.processes import environment
 from tests.harness.runs.synthetic_runs import Made
 
@@ -42,6 +42,21 @@ def sweep(file: Path, *options: str, real: bool = False, status: int = 0) -> sub
 
 def cells(file: Path) -> list[dict[str, Any]]:
     return list(read_json(file.parent / "runs" / "sweeps" / "rates" / "sweep.json")["cells"])
+
+
+def check_failed_point_is_repeated(file: Path, failed_run: str) -> list[dict[str, Any]]:
+    """Run the failed second point of a sweep again, which diverges again; return the cells of the sweep."""
+    repeated = sweep(file, "--failed=1", status=1)
+    assert "1 to run now" in repeated.stdout, repeated.stdout + repeated.stderr
+    _, failed, *_ = cells(file)
+    assert failed["state"] == "failed", "the point diverges again"
+    assert failed["earlier"] == [failed_run]
+    assert failed["run"] != failed_run
+    runs_folder = file.parent / "runs"
+    compared = in_process.run_verb("compare", f"--runs-folder={runs_folder}", "--sweep=rates", "--json=1")
+    for cell in cells(file):
+        assert cell["run"] in compared.stdout
+    return cells(file)
 
 
 def begin(folder: Path, points: list[dict[str, str]], *states: str) -> list[str]:

@@ -114,6 +114,14 @@ def offline_history(folder: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
+def write_failing_wandb(folder: Path, statements: str = "") -> str:
+    """Write a package `wandb` whose import fails after some statements; return the PYTHONPATH that finds it."""
+    fake = folder / "fake" / "wandb" / "__init__.py"
+    fake.parent.mkdir(parents=True, exist_ok=True)
+    fake.write_text(f"{statements}raise OSError(28, 'No space left on device')\n")
+    return os.pathsep.join([str(folder / "fake"), os.environ.get("PYTHONPATH", "")])
+
+
 def kill_rank(
     number: int, settings: tuple[str, ...], place: Path, seconds: float
 ) -> tuple[warm.Command, RunFolder, int]:

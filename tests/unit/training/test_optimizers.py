@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from common.training import learning_rate, optimizers
 from configs.shared import Optim
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.programs import run_program
 
 
 def train(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
@@ -67,8 +64,7 @@ for name in ("sgd", "adam", "adamw", "lars", "lamb"):
     optimizer.load_state_dict(optimizer.state_dict())
 print("torch._dynamo" in sys.modules)
 """
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == "False\n"
+    assert run_program(program) == "False\n"
 
 
 @pytest.mark.parametrize("nesterov, weight_after_two_steps", [(True, -(1.5 + 1.75)), (False, -(1 + 1.5))])

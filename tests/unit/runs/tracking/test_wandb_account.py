@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from common.config.config import ROOT
 from common.runs.tracking import wandb_account
+from tests.harness.commands.programs import list_loaded_modules
 
 OTHER_HOST = {"WANDB_BASE_URL": "https://w.example.org"}
 
@@ -49,11 +47,5 @@ def test_an_account_is_found_where_wandb_finds_it(
 
 
 def test_the_account_is_found_without_importing_wandb() -> None:
-    program = (
-        "import sys\n"
-        "from common.runs.tracking import wandb_account\n"
-        "wandb_account.find_missing_account()\n"
-        "print('wandb' in sys.modules)"
-    )
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout.strip() == "False"
+    module = "common.runs.tracking.wandb_account"
+    assert list_loaded_modules(f"{module}\n{module}.find_missing_account()", ["wandb"]) == []

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from common.system.processes import Process
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process
+from tests.harness.runs.process_records import Popen
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, call, report
 from tests.unit.slurm.submitted_runs import write_submitted_run
@@ -181,9 +181,7 @@ def test_a_run_in_an_unknown_state_may_still_be_running(fake: Fake, runs: Path) 
 # ---- the state of a process and of the files of a run
 
 
-def test_a_run_on_a_renamed_host_is_not_running_forever(
-    tmp_path: Path, waiting_process: subprocess.Popen[bytes]
-) -> None:
+def test_a_run_on_a_renamed_host_is_not_running_forever(tmp_path: Path, waiting_process: Popen) -> None:
     folder = Made(steps=10, state="running").write(tmp_path)
     identity = Process.identify(waiting_process.pid)
     start = {"host": "before", "boot": provenance.read_boot_id(), "pid": identity.pid, "pid_started": identity.start}
