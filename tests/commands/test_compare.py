@@ -7,7 +7,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from common.runs.folder import RunFolder, read_json
 from slurm.reports import compare as compared
 from slurm.reports import selection
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment
 from tests.harness.commands.warm import ROOT
 from tests.harness.experiments.registry import EXPERIMENTS
 from tests.harness.runs.synthetic_runs import Made, write_six
 
 
-def compare(runs: Path, *arguments: str, status: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+def compare(runs: Path, *arguments: str, status: int = 0, **env: str) -> Completed:
     return in_process.run_verb("compare", f"--runs-folder={runs}", *arguments, cwd=ROOT, status=status, **env)
 
 

@@ -12,7 +12,7 @@ import pytest
 from common.runs.folder import read_json
 from slurm.launch import new_experiment
 from tests.harness.commands import in_process, warm
-from tests.harness.commands.exit_status import check_status
+from tests.harness.commands.exit_status import Completed, check_status
 from tests.harness.commands.make_targets import copy_checkout
 from tests.harness.commands.processes import environment
 from tests.harness.commands.warm import ROOT
@@ -77,7 +77,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_in(root: Path, name: str, status: int = 0) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def write_in(root: Path, name: str, status: int = 0) -> tuple[Completed, dict[str, str]]:
     """Write a new experiment; return the completed command, and the changed files with their texts."""
     before = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
     completed = in_process.run_verb("new-experiment", "--", name, status=status)

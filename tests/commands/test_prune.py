@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment
 from tests.harness.runs.synthetic_runs import Made
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
-def prune(runs: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def prune(runs: Path, *arguments: str, status: int = 0) -> Completed:
     return in_process.run_verb("prune-runs", f"--runs-folder={runs}", *arguments, status=status)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from common.system.errors import UserError
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.warm import ROOT
 from tests.harness.runs.damaged_runs import DAMAGES
 from tests.harness.runs.process_records import Popen, identify_process
@@ -34,7 +34,7 @@ def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
     return completed.stderr
 
 
-def sweep_on(fake: Fake, file: Path, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def sweep_on(fake: Fake, file: Path, *options: str, status: int = 0) -> Completed:
     """Call `sweep` within this process, with SLURM's commands as scripts."""
     arguments = ("--launch=slurm", *options, "--", str(file))
     return in_process.run_verb("sweep", *arguments, cwd=ROOT, status=status, **fake.environment())

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import Settings, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.environment.shared_results import Make
@@ -37,7 +37,7 @@ def copy(folder: RunFolder, destination: Path) -> RunFolder:
     return RunFolder(destination / folder.path.name)
 
 
-def export(folder: RunFolder, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def export(folder: RunFolder, *arguments: str, status: int = 0) -> Completed:
     return in_process.run_verb("export", *arguments, "--", str(folder.path), status=status)
 
 

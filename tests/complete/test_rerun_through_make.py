@@ -14,17 +14,18 @@ from common.data.sources import MNIST_FILES
 from common.runs.folder import RunFolder
 from slurm.launch import rerun
 from tests.harness.commands import make_targets, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
 
-def make_rerun(place: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def make_rerun(place: Path, folder: Path, *arguments: str) -> Completed:
     argv = ["make", "rerun", f"RUN={folder}", *arguments]
     return subprocess.run(argv, cwd=place, env=environment(), capture_output=True, text=True, timeout=200, check=False)
 
 
-def list_differences(completed: subprocess.CompletedProcess[str]) -> list[str]:
+def list_differences(completed: Completed) -> list[str]:
     return re.findall(r"^differs     (.*)", completed.stdout, re.MULTILINE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 from common.config import config
 from slurm.launch import tour
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment
 
 
@@ -20,7 +20,7 @@ from tests.harness.commands.processes import environment
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands that the tour starts are forks of the warm process."""
 
-    def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str], *, check: bool) -> Completed:
         completed = warm.execute(command, env=environment(), status=0 if check else None)
         print(completed.stdout)
         print(completed.stderr, file=sys.stderr)

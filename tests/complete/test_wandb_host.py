@@ -26,6 +26,7 @@ import pytest
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_run import load_run_config
 from tests.harness.commands import warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import Settings, environment, processes_of, run, wait_until
 from tests.harness.commands.warm import ROOT
 from tests.harness.runs import wandb_host
@@ -87,7 +88,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     started.process.wait()
 
 
-def call(module: str, *arguments: str, env: dict[str, str], status: int = 0) -> subprocess.CompletedProcess[str]:
+def call(module: str, *arguments: str, env: dict[str, str], status: int = 0) -> Completed:
     return warm.execute([sys.executable, "-m", module, *arguments], env=env, timeout=120, status=status)
 
 

@@ -138,17 +138,17 @@ def test_a_skipped_first_step_leaves_no_optimizer_state(name: Any) -> None:
 
 
 INVALID_SETTINGS = {
-    "batch=30": ["batch=30", "accumulate=4", "2 ranks", "batch=24 or 32"],
-    "batch=4": ["use batch=8"],
-    "dtype=float64": ["cannot be combined with precision=bf16", "precision=fp32"],
-    "model=mlp channels_last=true": ["requires convolutions"],
-    "precision=int8": ["fp32", "tf32", "bf16", "fp16"],
+    "batch=30": "batch=30 ... accumulate=4 ... 2 ranks ... batch=24 or 32",
+    "batch=4": "use batch=8",
+    "dtype=float64": "cannot be combined with precision=bf16 ... precision=fp32",
+    "model=mlp channels_last=true": "requires convolutions",
+    "precision=int8": "fp32 ... tf32 ... bf16 ... fp16",
 }
 
 
-@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
-def test_invalid_settings_of_accumulation_are_refused(settings: str, parts: list[str]) -> None:
-    with expect_refusal(*parts):
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
+def test_invalid_settings_of_accumulation_are_refused(settings: str, message: str) -> None:
+    with expect_refusal(message):
         config.load_config(Config, settings.split())
 
 

@@ -257,26 +257,26 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
 
 
 INVALID_SETTINGS = {
-    "sizes=[0]": ["sizes=[0]: each size must be from 1 to 1G bytes", "64K"],
-    "sizes=[]": ["sizes=[]: each size must be"],
-    "sizes=[4,2G]": ["sizes=[2G]"],
-    "sizes=[4k]": ["sizes=[4k]"],
-    "sizes=[5]": ["sizes=[5] must be a multiple of the 4 bytes of one float32; use 4 or 8"],
-    "dtypes=[float32,fp8]": ["dtypes=[fp8] is invalid; use one or more of float32"],
-    "ops=[allreduce]": ["ops=[allreduce] is invalid; use one or more of sendrecv, broadcast, all_reduce"],
-    "ops=[all_reduce,all_reduce]": ["ops=[all_reduce]", "each at most once"],
-    "ops=[]": ["ops=[] is invalid; use one or more of"],
-    "algorithms=[rign]": ["algorithms=[rign] is invalid; use one or more of ring, halving_doubling, tree"],
-    "transports=[tls]": ["[tls] requires the certificate", "add launch.backend=builtin launch.tls=true"],
-    "transports=[]": ["transports=[] is invalid; use one or more of network, memory"],
-    "rounds=0": ["rounds=0: out of range"],
-    "processes_per_node=1": ["collectives require at least two ranks; use processes_per_node=2"],
+    "sizes=[0]": "sizes=[0]: each size must be from 1 to 1G bytes ... 64K",
+    "sizes=[]": "sizes=[]: each size must be",
+    "sizes=[4,2G]": "sizes=[2G]",
+    "sizes=[4k]": "sizes=[4k]",
+    "sizes=[5]": "sizes=[5] must be a multiple of the 4 bytes of one float32; use 4 or 8",
+    "dtypes=[float32,fp8]": "dtypes=[fp8] is invalid; use one or more of float32",
+    "ops=[allreduce]": "ops=[allreduce] is invalid; use one or more of sendrecv, broadcast, all_reduce",
+    "ops=[all_reduce,all_reduce]": "ops=[all_reduce] ... each at most once",
+    "ops=[]": "ops=[] is invalid; use one or more of",
+    "algorithms=[rign]": "algorithms=[rign] is invalid; use one or more of ring, halving_doubling, tree",
+    "transports=[tls]": "[tls] requires the certificate ... add launch.backend=builtin launch.tls=true",
+    "transports=[]": "transports=[] is invalid; use one or more of network, memory",
+    "rounds=0": "rounds=0: out of range",
+    "processes_per_node=1": "collectives require at least two ranks; use processes_per_node=2",
 }
 
 
-@pytest.mark.parametrize("setting, parts", INVALID_SETTINGS.items())
-def test_invalid_settings_are_refused_with_the_remedy(setting: str, parts: list[str]) -> None:
-    with expect_refusal(*parts):
+@pytest.mark.parametrize("setting, message", INVALID_SETTINGS.items())
+def test_invalid_settings_are_refused_with_the_remedy(setting: str, message: str) -> None:
+    with expect_refusal(message):
         config.load_config(Config, [setting], {})
 
 

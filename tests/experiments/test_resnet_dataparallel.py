@@ -75,17 +75,17 @@ def check_that_data_parallel_was_not_used(completed: Done) -> None:
 
 
 INVALID_SETTINGS = {
-    "strategy=data_parallel sync_batchnorm=true": ["sync_batchnorm", "several processes", "strategy=ddp"],
-    "strategy=single processes_per_node=2": ["processes_per_node", "strategy=ddp"],
-    "strategy=data_parallel launch.nodes=2": ["launch.nodes", "strategy=ddp"],
-    "functional=true": ["functional=true applies to data_parallel only"],
-    "batch=63": ["batch=63", "2 ranks", "batch=62 or 64"],
+    "strategy=data_parallel sync_batchnorm=true": "sync_batchnorm ... several processes ... strategy=ddp",
+    "strategy=single processes_per_node=2": "processes_per_node ... strategy=ddp",
+    "strategy=data_parallel launch.nodes=2": "launch.nodes ... strategy=ddp",
+    "functional=true": "functional=true applies to data_parallel only",
+    "batch=63": "batch=63 ... 2 ranks ... batch=62 or 64",
 }
 
 
-@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
-def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
-    with expect_refusal(*parts):
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
+def test_invalid_settings_are_refused(settings: str, message: str) -> None:
+    with expect_refusal(message):
         config.load_config(Config, settings.split(), {})
 
 

@@ -264,23 +264,23 @@ def test_every_schedule_ends_at_the_requested_sparsity(schedule: Any, total: int
 
 
 INVALID_SETTINGS = {
-    "levels=[0.9,2]": ["levels=[0.9,2]", "below 1"],
-    "criteria=[size]": ["criteria=[size]", "magnitude, gradient"],
-    "scope=n:m": ["sparsity=0.92", "pattern=2:4", "use sparsity=0.5"],
-    "pattern=4:2": ["pattern=4:2", "n < m"],
-    "scope=layer normalize=layer": ["normalize=layer", "scope=global"],
-    "sweep=true schedule=none": ["schedule=none", "use another schedule"],
-    "model=lenet5 data.name=generated data.image_size=8": ["data.image_size=8", "16 or more"],
-    "begin=0.7 end=0.6": ["begin=0.7", "end=0.6", "lower begin"],
-    "schedule=rigl criterion=taylor": ["criterion=taylor", "rigl", "criterion=magnitude"],
-    "schedule=rigl scope=structured": ["scope=structured", "rigl", "scope=layer"],
-    "batch=63 processes_per_node=2": ["batch=63", "2 ranks", "batch=62 or 64"],
+    "levels=[0.9,2]": "levels=[0.9,2] ... below 1",
+    "criteria=[size]": "criteria=[size] ... magnitude, gradient",
+    "scope=n:m": "sparsity=0.92 ... pattern=2:4 ... use sparsity=0.5",
+    "pattern=4:2": "pattern=4:2 ... n < m",
+    "scope=layer normalize=layer": "normalize=layer ... scope=global",
+    "sweep=true schedule=none": "schedule=none ... use another schedule",
+    "model=lenet5 data.name=generated data.image_size=8": "data.image_size=8 ... 16 or more",
+    "begin=0.7 end=0.6": "begin=0.7 ... end=0.6 ... lower begin",
+    "schedule=rigl criterion=taylor": "criterion=taylor ... rigl ... criterion=magnitude",
+    "schedule=rigl scope=structured": "scope=structured ... rigl ... scope=layer",
+    "batch=63 processes_per_node=2": "batch=63 ... 2 ranks ... batch=62 or 64",
 }
 
 
-@pytest.mark.parametrize("settings, parts", INVALID_SETTINGS.items())
-def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
-    with expect_refusal(*parts):
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
+def test_invalid_settings_are_refused(settings: str, message: str) -> None:
+    with expect_refusal(message):
         config.load_config(Config, settings.split(), {})
 
 

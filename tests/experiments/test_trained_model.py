@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from common.runs import progress
 from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import trained_model
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment, run
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.registry import REPLICATED, TRAINING, Entry
@@ -37,7 +37,7 @@ assert not {"common", "torch"} & set(sys.modules)
 """
 
 
-def evaluate(folder: RunFolder, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def evaluate(folder: RunFolder, *options: str, status: int = 0) -> Completed:
     return in_process.run_verb("evaluate", *options, "--", str(folder.path), status=status)
 
 

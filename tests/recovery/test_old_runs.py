@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,12 +10,13 @@ import pytest
 
 from common.runs.folder import RunFolder
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment, values_of
 from tests.harness.commands.warm import ROOT
 from tests.harness.old_runs import VERSIONS, unpack
 
 
-def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call(folder: Path, *arguments: str) -> Completed:
     """Execute a current command in a folder with old runs. The processes that it starts use the old sources."""
     command = [sys.executable, "-m", *arguments]
     return warm.execute(command, cwd=folder, env=environment(PYTHONPATH=str(ROOT)), timeout=200, status=0)

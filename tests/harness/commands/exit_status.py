@@ -6,8 +6,10 @@ import subprocess
 
 from common.system.exit_status import EXIT_REFUSED
 
+Completed = subprocess.CompletedProcess[str]
 
-def check_status(completed: subprocess.CompletedProcess[str], expected: int | None) -> None:
+
+def check_status(completed: Completed, expected: int | None) -> None:
     """Check the exit status, unless it is None. A refused command prints a single error and no traceback."""
     if expected is None:
         return

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from common.system.errors import exit_on_user_error
 from slurm.__main__ import main
-from tests.harness.commands.exit_status import check_status
+from tests.harness.commands.exit_status import Completed, check_status
 from tests.harness.commands.processes import environment
 from tests.harness.commands.warm import ROOT
 
 
 def call(
     function: Callable[[list[str]], int], *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
+) -> Completed:
     """Call a command's main() as its module does when it is executed; return its outputs and its exit status.
 
     The exit status is checked, unless `status` is None.
@@ -37,9 +37,7 @@ def call(
     return completed
 
 
-def run_verb(
-    verb: str, *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
+def run_verb(verb: str, *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str) -> Completed:
     """Call `python -m slurm VERB` in this process, and check its exit status, unless `status` is None."""
     return call(main, verb, *arguments, cwd=cwd, status=status, **env)
 

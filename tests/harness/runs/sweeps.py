@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import yaml
 
 from common.runs.folder import read_json, write_json
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment
 from tests.harness.runs.synthetic_runs import Made
 
@@ -31,7 +31,7 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
     return file
 
 
-def sweep(file: Path, *options: str, real: bool = False, status: int = 0) -> subprocess.CompletedProcess[str]:
+def sweep(file: Path, *options: str, real: bool = False, status: int = 0) -> Completed:
     """Execute the command, as a fork of the warm server if not `real`, and check its exit status.
 
     Its runs are separate processes.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 from slurm.__main__ import main as slurm_main
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment
 from tests.harness.commands.warm import ROOT
 
@@ -49,7 +49,7 @@ class Fake:
 
 def call(
     fake: Fake, module: str, *arguments: str, source: Path = ROOT, status: int | None = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
+) -> Completed:
     """Execute a module of the sources in the folder `source`, by default of this checkout.
 
     Its exit status is checked, unless `status` is None.
@@ -61,12 +61,12 @@ def call(
 
 def call_here(
     fake: Fake, main: Callable[[list[str]], int], *arguments: str, status: int | None = 0, **env: str
-) -> subprocess.CompletedProcess[str]:
+) -> Completed:
     """Call a command in this process without cached outputs of the scheduler. A fork would take 0.4 s more."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
         return in_process.call(main, *arguments, cwd=ROOT, status=status, **fake.environment(**env))
 
 
-def report(fake: Fake, *arguments: str, status: int | None = 0) -> subprocess.CompletedProcess[str]:
+def report(fake: Fake, *arguments: str, status: int | None = 0) -> Completed:
     """Call `python -m slurm` in this process, with a verb that starts no other process."""
     return call_here(fake, slurm_main, *arguments, status=status)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from common.backend.algorithms import (
 from common.backend.algorithms.moves import Algorithm, Move, compute_chunk_bounds
 from common.system.errors import UserError
 from tests.harness.commands import warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import environment
 
 SIZES = (*range(1, 9), 16)
@@ -314,7 +314,7 @@ gets     1.5 n      1.5 n      1.5 n      1.5 n
 """
 
 
-def run_drawing(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def run_drawing(*arguments: str, status: int = 0) -> Completed:
     command = [sys.executable, "-m", "common.backend.algorithms", *arguments]
     return warm.execute(command, env=environment(), real=True, status=status)
 

@@ -16,6 +16,7 @@ from common.system.errors import UserError
 from configs.ddp_multinode import Config as DataParallelConfig
 from configs.mnist_pipeline import Config
 from slurm.reports import selection
+from tests.harness.commands.refusals import expect_refusal
 from tests.unit.config.conftest import create_run, get_refusal
 
 
@@ -71,29 +72,28 @@ def test_a_printed_config_contains_all_settings(tmp_path: Path) -> None:
 
 
 INVALID_COMBINATIONS = {
-    "microbatches=5": ["microbatches=4 or 8", "batch=60 or 65"],
-    "microbatches=100": ["microbatches=64", "batch=100"],
-    "stages=4": ["3 layers", "at most 3"],
-    "stages=3 stages_per_process=2": ["stages=3 is not divisible", "[1, 3]"],
-    "split=[fc2,fc3]": ["makes 3 stages", "stages=3"],
-    "schedule=zigzag": ["unknown", "gpipe"],
-    "schedule=zero_bubble": ["engine=torch"],
-    "engine=torch stages=1": ["at least 2 stages"],
-    "engine=torch schedule=x.py:f": ["engine=own"],
-    "engine=torch schedule=1f1b microbatches=1": ["microbatches to 2 or more"],
-    "engine=torch schedule=zero_bubble microbatches=5 batch=60": ["multiple of 2", "use microbatches=4"],
-    "split=[fc9]": ["split=[fc9]", "fc2, fc3"],
-    "stages=3 split=[fc3,fc2]": ["split=[fc3,fc2]", "in this order"],
-    "launch.nodes=3": ["launch.nodes=3", "[1, 2]"],
-    "data.train_limit=10": ["smaller than one batch of 64"],
+    "microbatches=5": "microbatches=4 or 8 ... batch=60 or 65",
+    "microbatches=100": "microbatches=64 ... batch=100",
+    "stages=4": "3 layers ... at most 3",
+    "stages=3 stages_per_process=2": "stages=3 is not divisible ... [1, 3]",
+    "split=[fc2,fc3]": "makes 3 stages ... stages=3",
+    "schedule=zigzag": "unknown ... gpipe",
+    "schedule=zero_bubble": "engine=torch",
+    "engine=torch stages=1": "at least 2 stages",
+    "engine=torch schedule=x.py:f": "engine=own",
+    "engine=torch schedule=1f1b microbatches=1": "microbatches to 2 or more",
+    "engine=torch schedule=zero_bubble microbatches=5 batch=60": "multiple of 2 ... use microbatches=4",
+    "split=[fc9]": "split=[fc9] ... fc2, fc3",
+    "stages=3 split=[fc3,fc2]": "split=[fc3,fc2] ... in this order",
+    "launch.nodes=3": "launch.nodes=3 ... [1, 2]",
+    "data.train_limit=10": "smaller than one batch of 64",
 }
 
 
-@pytest.mark.parametrize("arguments, parts", INVALID_COMBINATIONS.items())
-def test_settings_that_do_not_fit_together_are_refused(arguments: str, parts: list[str]) -> None:
-    message = get_refusal(*arguments.split())
-    for part in parts:
-        assert part in message
+@pytest.mark.parametrize("arguments, message", INVALID_COMBINATIONS.items())
+def test_settings_that_do_not_fit_together_are_refused(arguments: str, message: str) -> None:
+    with expect_refusal(message):
+        load_config(Config, arguments.split(), {})
 
 
 def test_a_setting_that_loses_its_effect_is_refused(tmp_path: Path) -> None:

@@ -61,31 +61,29 @@ def test_texts_that_are_not_finite_numbers_are_refused(text: str) -> None:
 
 
 MISTAKES = {
-    "stage=2": ["unknown key stage", "did you mean stages"],
-    "lr=2": ["unknown key lr", "optim.lr"],
-    "optim.learning_rate=2": ["unknown key optim.learning_rate; did you mean optim.lr?"],
-    "batch_size=2": ["unknown key batch_size; did you mean batch?"],
-    "nodes=2": ["unknown key nodes; did you mean launch.nodes?"],
-    "data.rot=x": ["unknown key data.rot", "data.root"],
-    "zzzz=1": ["unknown key zzzz", "--help"],
-    "elastic.min=2": ["unknown key elastic.min", "this experiment cannot continue after losing a rank"],
-    "batch=0": ["batch=0", "int >= 1"],
-    "data.fallback=cifar": ["data.fallback=cifar", "digits | none"],
-    "data=3": ["data is a group of settings; set one of its keys: data.name, data.root"],
-    "data.root=${oc.env:HOME}": ["data.root", "interpolations"],
-    "split=[a,[b]]": ["split", "expected a list such as [a,b]"],
-    "stages": ["unexpected argument 'stages'", "key=value"],
-    "--fast": ["unexpected argument '--fast'", "no spaces, no leading dashes"],
-    "--config": ["--config requires a file"],
+    "stage=2": "unknown key stage ... did you mean stages",
+    "lr=2": "unknown key lr ... optim.lr",
+    "optim.learning_rate=2": "unknown key optim.learning_rate; did you mean optim.lr?",
+    "batch_size=2": "unknown key batch_size; did you mean batch?",
+    "nodes=2": "unknown key nodes; did you mean launch.nodes?",
+    "data.rot=x": "unknown key data.rot ... data.root",
+    "zzzz=1": "unknown key zzzz ... --help",
+    "elastic.min=2": "unknown key elastic.min ... this experiment cannot continue after losing a rank",
+    "batch=0": "batch=0 ... int >= 1",
+    "data.fallback=cifar": "data.fallback=cifar ... digits | none",
+    "data=3": "data is a group of settings; set one of its keys: data.name, data.root",
+    "data.root=${oc.env:HOME}": "data.root ... interpolations",
+    "split=[a,[b]]": "split ... expected a list such as [a,b]",
+    "stages": "unexpected argument 'stages' ... key=value",
+    "--fast": "unexpected argument '--fast' ... no spaces, no leading dashes",
+    "--config": "--config requires a file",
 }
 
 
-@pytest.mark.parametrize("argument, parts", MISTAKES.items())
-def test_mistakes_are_refused_with_the_remedy(argument: str, parts: list[str]) -> None:
-    message = get_refusal(argument)
-    for part in parts:
-        assert part in message
-    assert "\n" not in message
+@pytest.mark.parametrize("argument, message", MISTAKES.items())
+def test_mistakes_are_refused_with_the_remedy(argument: str, message: str) -> None:
+    with expect_refusal(message):
+        load_config(Config, [argument], {})
 
 
 def test_a_misspelled_key_of_elastic_is_corrected_if_the_experiment_has_these_keys() -> None:

@@ -25,6 +25,7 @@ from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.warm import ROOT
 from tests.harness.custom_code.examples import write_example, write_schedule
 from tests.harness.runs.synthetic_runs import Made
@@ -142,7 +143,7 @@ def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(fake: Fak
     for arguments in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
         subprocess.run(["git", "-C", str(checkout), *arguments.split()], check=True)
 
-    def submit(*options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    def submit(*options: str, status: int = 0) -> Completed:
         return call(fake, "slurm", *list_arguments(cache, runs, *options), source=checkout, status=status)
 
     submit("--strict=1", "--dry-run=1")
@@ -160,7 +161,7 @@ def test_a_dry_run_prints_the_job_and_changes_nothing(fake: Fake, cache: Path, r
     assert not runs.exists()
 
 
-def run_exp(fake: Fake, settings: str, *options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+def run_exp(fake: Fake, settings: str, *options: str, status: int = 0) -> Completed:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
     return in_process.run_verb("exp", *arguments, cwd=ROOT, status=status, **fake.environment())

@@ -19,6 +19,7 @@ from common.system.processes import Process
 from slurm.local_cluster import cli, cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.commands import in_process, warm
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.programs import list_loaded_modules
 from tests.harness.commands.warm import ROOT
 from tests.harness.slurm.fake_slurm import Fake
@@ -164,7 +165,7 @@ def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
             running.fake.answer(name, "exit 1")
     variables = {"CLUSTER_DIR": str(running.folder.parent), "PATH": running.variables["PATH"]}
 
-    def run_up(*options: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    def run_up(*options: str, status: int = 0) -> Completed:
         return in_process.run_verb("cluster", "up", "--auth=none", *options, cwd=ROOT, status=status, **variables)
 
     for options in ((), ("--nodes=3",)):

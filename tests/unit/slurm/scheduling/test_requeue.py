@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 
 import pytest
 
@@ -15,6 +14,7 @@ from common.system.errors import UnreachableError, UserError
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from slurm.scheduling import requeue
 from slurm.scheduling.job_failures import record_job_failure
+from tests.harness.commands.exit_status import Completed
 from tests.harness.slurm.fake_slurm import Fake, call, call_here
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
@@ -29,7 +29,7 @@ def answer_with_states(fake: Fake, *states: str, requeue_command: str = "exit 0"
     fake.answer("scontrol", f'case "$1" in requeue) {requeue_command};; *) {make_state_script(fake, *states)};; esac')
 
 
-def end_job(fake: Fake, folder: RunFolder, status: int, *states: str) -> subprocess.CompletedProcess[str]:
+def end_job(fake: Fake, folder: RunFolder, status: int, *states: str) -> Completed:
     """Call the last line of the job script after the ranks have ended with an exit status."""
     if states:
         answer_with_states(fake, *states)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from slurm.reports import liveness, status
 from slurm.scheduling import requeue, submission
 from slurm.scheduling.job_failures import record_job_failure
 from tests.harness.commands import in_process
-from tests.harness.commands.exit_status import check_status
+from tests.harness.commands.exit_status import Completed, check_status
 from tests.harness.runs.process_records import Popen, identify_process
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, call
@@ -69,7 +68,7 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake,
     fake.answer("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
     folder = write_stopped_run(runs)
 
-    def resume(_: int) -> subprocess.CompletedProcess[str]:
+    def resume(_: int) -> Completed:
         return call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=None)
 
     with ThreadPoolExecutor(2) as pool:
