@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -50,27 +49,27 @@ def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path
     assert (first["run"], first["state"]) == (runs[0], "finished")
 
 
-INVALID_FILES = [
-    ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
-    ({"experiment": ""}, "experiment is missing; add a line such as experiment: amp_accum"),
-    ({"experiment": "mnist_pipelin"}, "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
-    ({}, "the sweep has 0 points; specify 1 to 10,000 points"),
-    ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
-    ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
-    ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
-    ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is listed more than once"),
-    ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats must be an integer from 1"),
-    ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 cannot be combined with points that set seed"),
-    ({"points": ["batch"]}, "points: expected `key: value`"),
-    ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs must be the same for all points"),
-    ([], "expected `key: value` lines, including experiment"),
-]
+INVALID_FILES = {
+    "grdi: {}": "unknown key grdi; did you mean grid?",
+    "experiment:": "experiment is missing; add a line such as experiment: amp_accum",
+    "experiment: mnist_pipelin": "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?",
+    "experiment: mnist_pipeline": "the sweep has 0 points; specify 1 to 10,000 points",
+    "grid: {batch: 64}": "grid: batch: expected a list of values",
+    "grid: {bath: [64]}": "point bath=64: unknown key bath; did you mean batch?",
+    "grid: {batch: [64, x]}": "point batch=x: batch=x: expected an integer",
+    "points: [batch: 4, batch: 4]": "the point batch=4 is listed more than once",
+    "points: [batch: 4]\nrepeats: 0": "repeats must be an integer from 1",
+    "points: [seed: 1]\nrepeats: 2": "repeats=2 cannot be combined with points that set seed",
+    "points: [batch]": "points: expected `key: value`",
+    "points: [runs: x]\nsettings: {runs: y}": "runs must be the same for all points",
+    "[]": "expected `key: value` lines, including experiment",
+}
 
 
-@pytest.mark.parametrize("tree, message", INVALID_FILES)
-def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
+@pytest.mark.parametrize("text, message", INVALID_FILES.items())
+def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "wrong.yaml"
-    file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
+    file.write_text(text if text.startswith(("experiment", "[")) else f"experiment: mnist_pipeline\n{text}")
     assert message in refused(file, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == [file]
 

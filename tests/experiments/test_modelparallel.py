@@ -49,30 +49,26 @@ def train(tmp_path: Path, *settings: str) -> Done:
 
 
 MODES = [
-    ("mode=single", 1, ("naive", "own", 1, 1)),
-    ("mode=single split_size=16 schedule=zero_bubble", 1, ("naive", "own", 1, 4)),
-    ("mode=naive", 2, ("naive", "own", 2, 1)),
-    ("mode=naive schedule=1f1b split_size=8", 2, ("naive", "own", 2, 8)),
-    ("mode=pipelined", 2, ("gpipe", "own", 2, 4)),
-    ("schedule=1f1b stages=4 stages_per_process=2", 2, ("1f1b", "own", 4, 4)),
-    ("schedule=zero_bubble stages=3", 3, ("zero_bubble", "torch", 3, 4)),
-    ("schedule=1f1b engine=torch", 2, ("1f1b", "torch", 2, 4)),
-    ("devices=[cpu,cpu]", 1, ("gpipe", "own", 2, 4)),
-    ("devices=[cpu,cpu] mode=naive", 1, ("naive", "own", 2, 1)),
-    ("devices=[cuda:0,cuda:1] mode=single", 1, ("naive", "own", 1, 1)),
+    ("mode=single", 1, "naive own 1 1"),
+    ("mode=single split_size=16 schedule=zero_bubble", 1, "naive own 1 4"),
+    ("mode=naive", 2, "naive own 2 1"),
+    ("mode=naive schedule=1f1b split_size=8", 2, "naive own 2 8"),
+    ("mode=pipelined", 2, "gpipe own 2 4"),
+    ("schedule=1f1b stages=4 stages_per_process=2", 2, "1f1b own 4 4"),
+    ("schedule=zero_bubble stages=3", 3, "zero_bubble torch 3 4"),
+    ("schedule=1f1b engine=torch", 2, "1f1b torch 2 4"),
+    ("devices=[cpu,cpu]", 1, "gpipe own 2 4"),
+    ("devices=[cpu,cpu] mode=naive", 1, "naive own 2 1"),
+    ("devices=[cuda:0,cuda:1] mode=single", 1, "naive own 1 1"),
 ]
 
 
 @pytest.mark.parametrize("settings, processes, plan", MODES)
-def test_a_mode_is_a_schedule_and_its_microbatches(settings: str, processes: int, plan: tuple[Any, ...]) -> None:
+def test_a_mode_is_a_schedule_and_its_microbatches(settings: str, processes: int, plan: str) -> None:
     cfg = load_settings(*settings.split())
     pipeline = cfg.make_pipeline_config()
     assert cfg.processes == processes
-    schedule, engine, stages, microbatches = plan
-    assert pipeline.schedule == schedule
-    assert pipeline.engine == engine
-    assert pipeline.stages == stages
-    assert pipeline.microbatches == microbatches
+    assert f"{pipeline.schedule} {pipeline.engine} {pipeline.stages} {pipeline.microbatches}" == plan
 
 
 VECTORS = "model=toy data.name=vectors"
@@ -102,28 +98,28 @@ def test_invalid_settings_are_refused_with_the_remedy(settings: str, message: st
 
 
 DEVICES_BY_GPUS = [
-    ("", 0, ["auto"]),
-    ("", 1, ["cuda:0", "cuda:0"]),
-    ("", 2, ["cuda:0", "cuda:1"]),
-    ("stages=3", 2, ["cuda:0", "cuda:1", "cuda:0"]),
-    ("mode=naive", 2, ["cuda:0", "cuda:1"]),
-    ("mode=single", 2, ["auto"]),
-    ("schedule=1f1b", 2, ["auto"]),
-    ("engine=torch", 2, ["auto"]),
-    ("stages=4 stages_per_process=2", 2, ["auto"]),
-    ("launch.nodes=2", 2, ["auto"]),
-    ("replicas=2", 2, ["auto"]),
-    ("launch.device=cpu", 2, ["auto"]),
-    ("devices=[]", 2, []),
+    ("", 0, "auto"),
+    ("", 1, "cuda:0 cuda:0"),
+    ("", 2, "cuda:0 cuda:1"),
+    ("stages=3", 2, "cuda:0 cuda:1 cuda:0"),
+    ("mode=naive", 2, "cuda:0 cuda:1"),
+    ("mode=single", 2, "auto"),
+    ("schedule=1f1b", 2, "auto"),
+    ("engine=torch", 2, "auto"),
+    ("stages=4 stages_per_process=2", 2, "auto"),
+    ("launch.nodes=2", 2, "auto"),
+    ("replicas=2", 2, "auto"),
+    ("launch.device=cpu", 2, "auto"),
+    ("devices=[]", 2, ""),
 ]
 
 
 @pytest.mark.parametrize("settings, gpus, devices", DEVICES_BY_GPUS)
-def test_one_process_uses_all_visible_gpus(settings: str, gpus: int, devices: list[str]) -> None:
+def test_one_process_uses_all_visible_gpus(settings: str, gpus: int, devices: str) -> None:
     cfg = load_settings(*settings.split()).adapt_to_gpus(gpus)
-    assert cfg.devices == devices
+    assert cfg.devices == devices.split()
     expected_processes = cfg.make_pipeline_config().processes * cfg.replicas
-    if devices not in ([], ["auto"]) or cfg.mode == "single":
+    if devices not in ("", "auto") or cfg.mode == "single":
         expected_processes = 1
     assert cfg.processes == expected_processes
     cfg.check()

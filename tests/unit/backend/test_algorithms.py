@@ -192,20 +192,25 @@ def build_ring_of_full_vectors(kind: str) -> list[list[tuple[str, int, int]]]:
     return [2 * [("send", 0, (rank + 1) % 3), (kind, 0, (rank - 1) % 3)] for rank in range(3)]
 
 
-def exchange_with(first_peer: int, second_peer: int) -> list[tuple[str, int, int]]:
+def exchange_with(first_peer: int, second_peer: int) -> str:
     """Return the moves of a rank that adds the vector of each peer, in this order."""
-    sends = [("send", 0, first_peer), ("send", 0, second_peer)]
-    return [*sends, ("add", 0, first_peer), ("add", 0, second_peer)]
+    return f"send 0 {first_peer}, send 0 {second_peer}, add 0 {first_peer}, add 0 {second_peer}"
+
+
+def read_moves(text: str) -> list[tuple[Any, ...]]:
+    """Read the moves of a rank, each `kind chunk peer`, or `kind chunk peer count`."""
+    moves = [move.split() for move in text.split(",") if move]
+    return [(kind, *map(int, numbers)) for kind, *numbers in moves]
 
 
 INVALID_PLANS: dict[str, tuple[Any, str]] = {
     "both ranks wait first": (
-        [[("add", 0, 1), ("send", 0, 1)], [("add", 0, 0), ("send", 0, 0)]],
+        ["add 0 1, send 0 1", "add 0 0, send 0 0"],
         "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends in move 1, but "
         "rank 1, move 0 (add chunk 0 from rank 0) comes first and is also waiting (cycle: rank 0 -> rank 1 -> rank 0)",
     ),
     "two of three ranks wait for each other": (
-        [[("add", 0, 1)], [("add", 0, 2), ("send", 0, 0), ("send", 0, 2)], [("add", 0, 1), ("send", 0, 1)]],
+        ["add 0 1", "add 0 2, send 0 0, send 0 2", "add 0 1, send 0 1"],
         "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends in move 1, but "
         "rank 2, move 0 (add chunk 0 from rank 1) comes first and is also waiting (cycle: rank 1 -> rank 2 -> rank 1)",
     ),
@@ -220,30 +225,30 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
         "rank 2, move 3 (add chunk 0 from rank 1) counts the values of rank 1 twice",
     ),
     "a chunk without add": (
-        [[("send", 0, 1), ("send", 2, 1), ("receive", 0, 1)], [("add", 0, 0), ("receive", 2, 0), ("send", 0, 0)]],
+        ["send 0 1, send 2 1, receive 0 1", "add 0 0, receive 2 0, send 0 0"],
         "rank 0 ends without the values of rank 1 in chunk 1; no move of rank 0 writes this chunk",
     ),
     "wrong chunk": (
-        [[("send", 0, 1), ("send", 1, 1)], [("add", 1, 0), ("add", 0, 0)]],
+        ["send 0 1, send 1 1", "add 1 0, add 0 0"],
         "rank 1, move 0 (add chunk 1 from rank 0) receives the wrong chunk: the next message was sent by rank "
         "0, move 0 (send chunk 0 to rank 1)",
     ),
     "fewer chunks received than sent": (
-        [[("send", 0, 1, 2)], [("add", 0, 0)]],
+        ["send 0 1 2", "add 0 0"],
         "rank 1, move 0 (add chunk 0 from rank 0) receives the wrong chunk: the next message was sent by rank "
         "0, move 0 (send chunks 0-1 to rank 1)",
     ),
     "message to the same rank": (
-        [[("send", 0, 0)], []],
+        ["send 0 0", ""],
         "rank 0, move 0 (send chunk 0 to rank 0): a rank cannot exchange a message with itself",
     ),
-    "unknown peer": ([[], [("send", 0, 2)]], "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the"),
+    "unknown peer": (["", "send 0 2"], "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the"),
     "missing send": (
-        [[("send", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("add", 0, 0)]],
+        ["send 0 1", "add 0 0, send 0 0, add 0 0"],
         "rank 1, move 2 (add chunk 0 from rank 0) waits forever, because rank 0 sends no further message to rank 1",
     ),
     "missing receive": (
-        [[("send", 0, 1), ("receive", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("send", 0, 0)]],
+        ["send 0 1, receive 0 1", "add 0 0, send 0 0, send 0 0"],
         "rank 0 never receives the message of rank 1, move 2 (send chunk 0 to rank 0)",
     ),
     "different orders of addition": (
@@ -252,15 +257,15 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
         "chunk on one rank and send the sum to all others (move 3 of rank 2 (add chunk 0 from rank 1) is the last",
     ),
     "unknown kind": (
-        [[("give", 0, 1)], []],
+        ["give 0 1", ""],
         "rank 0, move 0 (give chunk 0 from rank 1): the kind of a move must be send, receive or add",
     ),
-    "negative chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
-    "zero chunks": ([[("send", 0, 1, 0)], []], "the move uses a chunk that does not exist"),
+    "negative chunk": (["send -1 1", ""], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
+    "zero chunks": (["send 0 1 0", ""], "the move uses a chunk that does not exist"),
     "too many chunks": ([[("send", 0, 1, 10**12)], []], "a chunk that does not exist; the chunks are 0-65535"),
     "missing rank": ([[]], "the function must return one list of moves per rank (got 1 list for 2 ranks)"),
     "fractional chunk": ([[("send", 0.5, 1)], []], f"interpreted as an integer; {algorithms.USAGE}"),
-    "missing peer": ([[("send", 0)], []], f"'peer'; {algorithms.USAGE}"),
+    "missing peer": (["send 0", ""], f"'peer'; {algorithms.USAGE}"),
     "no plan": (None, f"'NoneType' object is not iterable; {algorithms.USAGE}"),
 }
 
@@ -268,6 +273,8 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("plan, expected", INVALID_PLANS.values(), ids=INVALID_PLANS)
 def test_invalid_plans_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, expected: str) -> None:
     size = max(2, len(plan or []))
+    if plan:
+        plan = [read_moves(moves) if isinstance(moves, str) else moves for moves in plan]
     with pytest.raises(UserError) as caught:
         build_custom_algorithm(tmp_path, plan, size)
     message = str(caught.value)

@@ -27,43 +27,50 @@ from common.system.foreign_text import classify_error, classify_exit, classify_r
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
 
-
-CAUSES_BY_ERROR = [
-    (RuntimeError(f"{GLOO}Timed out waiting 1800000ms for recv operation to complete"), Cause.TIMEOUT),
-    (RuntimeError(f"{GLOO}Application timeout caused pair closure"), Cause.TIMEOUT),
-    (RuntimeError("Watchdog caught collective operation timeout: ran for 600 milliseconds before"), Cause.TIMEOUT),
-    (RankTimeoutError("all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
-    (DistStoreError("wait timeout after 3000ms, keys: /default_pg/0"), Cause.TIMEOUT),
-    (RuntimeError("Timeout waiting for key: here/1 after 300 ms"), Cause.TIMEOUT),
-    (RuntimeError("RankTimeoutError: all_reduce: rank 1 does not answer"), Cause.TIMEOUT),
-    (RuntimeError("DistNetworkError: all_reduce: rank 1 has closed its connection"), Cause.LOST_PEER),
-    (DistNetworkError("all_reduce: rank 1 timed out"), Cause.LOST_PEER),
-    (RuntimeError("the cache does not handle a RankTimeoutError: it timed out"), Cause.OTHER),
-    (TimeoutError("the label server did not answer within 3 s"), Cause.OTHER),
-    (OSError("HTTPSConnectionPool(host='labels', port=443): Read timed out."), Cause.OTHER),
-    (RuntimeError("DataLoader timed out after 5 seconds"), Cause.OTHER),
-    (RuntimeError(f"{GLOO}Connection closed by peer [127.0.0.1]:3141"), Cause.LOST_PEER),
-    (RuntimeError(f"{GLOO}Read error [127.0.0.1]:2957: Connection reset by peer. This is"), Cause.LOST_PEER),
-    (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), Cause.OTHER),
-    (LinkError("rank 1 has closed its connection; see its log"), Cause.LOST_PEER),
-    (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:10] op.nbytes. 8 vs 4"), Cause.OTHER),
-    (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), Cause.OUT_OF_MEMORY),
-    (MemoryError(), Cause.OUT_OF_MEMORY),
-    (RuntimeError("can't start new thread"), Cause.THREAD_SHORTAGE),
-    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Cause.DISK_FULL),
-    (PermissionError(errno.EACCES, "Permission denied", "/runs/timeout/Read-only"), Cause.OTHER),
-    (ModuleNotFoundError("No module named 'x'"), Cause.MISSING_PACKAGE),
-    (ValueError("the loss of step 3 timed out"), Cause.SOURCE_ERROR),
-    (FrozenInstanceError("cannot assign to field 'width'"), Cause.SOURCE_ERROR),
-    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), Cause.SOURCE_ERROR),
-    (RuntimeError("CUDA error: uncorrectable ECC error encountered"), Cause.OTHER),
-    (UserError("the loss of step 3 is nan; raise launch.step_timeout"), Cause.OTHER),
-    (UserError("the loss of step 3 is nan", cause=Cause.DIVERGED), Cause.DIVERGED),
-    (UnreachableError("rank 1 did not join"), Cause.UNREACHABLE),
-    (RunTakenError("was superseded"), Cause.RUN_TAKEN),
-    (MachineError("no batch for 9 s; raise launch.step_timeout"), Cause.OTHER),
-    (CausedRuntimeError("a worker has been lost", cause=Cause.LOST_PEER), Cause.LOST_PEER),
-]
+ERRORS_BY_CAUSE = {
+    Cause.TIMEOUT: [
+        RuntimeError(f"{GLOO}Timed out waiting 1800000ms for recv operation to complete"),
+        RuntimeError(f"{GLOO}Application timeout caused pair closure"),
+        RuntimeError("Watchdog caught collective operation timeout: ran for 600 milliseconds before"),
+        RankTimeoutError("all_reduce: rank 1 does not answer"),
+        DistStoreError("wait timeout after 3000ms, keys: /default_pg/0"),
+        RuntimeError("Timeout waiting for key: here/1 after 300 ms"),
+        RuntimeError("RankTimeoutError: all_reduce: rank 1 does not answer"),
+    ],
+    Cause.LOST_PEER: [
+        RuntimeError("DistNetworkError: all_reduce: rank 1 has closed its connection"),
+        DistNetworkError("all_reduce: rank 1 timed out"),
+        RuntimeError(f"{GLOO}Connection closed by peer [127.0.0.1]:3141"),
+        RuntimeError(f"{GLOO}Read error [127.0.0.1]:2957: Connection reset by peer. This is"),
+        LinkError("rank 1 has closed its connection; see its log"),
+        CausedRuntimeError("a worker has been lost", cause=Cause.LOST_PEER),
+    ],
+    Cause.OTHER: [
+        RuntimeError("the cache does not handle a RankTimeoutError: it timed out"),
+        TimeoutError("the label server did not answer within 3 s"),
+        OSError("HTTPSConnectionPool(host='labels', port=443): Read timed out."),
+        RuntimeError("DataLoader timed out after 5 seconds"),
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:10] op.nbytes. 8 vs 4"),
+        PermissionError(errno.EACCES, "Permission denied", "/runs/timeout/Read-only"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        UserError("the loss of step 3 is nan; raise launch.step_timeout"),
+        MachineError("no batch for 9 s; raise launch.step_timeout"),
+    ],
+    Cause.OUT_OF_MEMORY: [RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError()],
+    Cause.THREAD_SHORTAGE: [RuntimeError("can't start new thread")],
+    Cause.DISK_FULL: [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))],
+    Cause.MISSING_PACKAGE: [ModuleNotFoundError("No module named 'x'")],
+    Cause.SOURCE_ERROR: [
+        ValueError("the loss of step 3 timed out"),
+        FrozenInstanceError("cannot assign to field 'width'"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ],
+    Cause.DIVERGED: [UserError("the loss of step 3 is nan", cause=Cause.DIVERGED)],
+    Cause.UNREACHABLE: [UnreachableError("rank 1 did not join")],
+    Cause.RUN_TAKEN: [RunTakenError("was superseded")],
+}
+CAUSES_BY_ERROR = [(error, cause) for cause, errors in ERRORS_BY_CAUSE.items() for error in errors]
 
 
 @pytest.mark.parametrize("error, cause", CAUSES_BY_ERROR)

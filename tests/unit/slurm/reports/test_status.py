@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,25 +80,26 @@ def test_a_failed_run_changes_the_exit_status_only_for_scripts(tmp_path: Path, s
 
 
 STATES_BY_ANSWERS = [
-    ({"squeue": "echo '4711|PENDING|Resources'"}, "PENDING", 0),
-    ({"squeue": "echo '4711|RUNNING|None'"}, "RUNNING", 0),
-    ({"squeue": "echo '47|PENDING|None'"}, "RUNNING", 0),  # another job; scontrol knows that of the run
-    ({"squeue": "exit 1", "scontrol": "echo JobId=1 JobState=RUNNING"}, "RUNNING", 0),
-    ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo FAILED"}, "FAILED", 1),
-    ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo 'CANCELLED by 0'"}, "CANCELLED", 0),
-    ({"squeue": "true", "scontrol": "exit 1", "sacct": "echo COMPLETED"}, "LOST", 1),
-    ({"squeue": "true", "scontrol": "exit 1", "sacct": "exit 1"}, "LOST", 1),
-    ({"squeue": "exit 1", "scontrol": "exit 1", "sacct": "exit 1"}, "UNKNOWN", 0),
+    ("echo '4711|PENDING|Resources'", "", "", "PENDING", 0),
+    ("echo '4711|RUNNING|None'", "", "", "RUNNING", 0),
+    ("echo '47|PENDING|None'", "", "", "RUNNING", 0),  # another job; scontrol knows that of the run
+    ("exit 1", "echo JobId=1 JobState=RUNNING", "", "RUNNING", 0),
+    ("true", "exit 1", "echo FAILED", "FAILED", 1),
+    ("true", "exit 1", "echo 'CANCELLED by 0'", "CANCELLED", 0),
+    ("true", "exit 1", "echo COMPLETED", "LOST", 1),
+    ("true", "exit 1", "exit 1", "LOST", 1),
+    ("exit 1", "exit 1", "exit 1", "UNKNOWN", 0),
 ]
 
 
-@pytest.mark.parametrize("answers, state, exit_status", STATES_BY_ANSWERS)
+@pytest.mark.parametrize("squeue, scontrol, sacct, state, exit_status", STATES_BY_ANSWERS)
 def test_squeue_scontrol_and_sacct_are_queried_in_turn(
-    fake: Fake, runs: Path, answers: dict[str, str], state: str, exit_status: int
+    fake: Fake, runs: Path, squeue: str, scontrol: str, sacct: str, state: str, exit_status: int
 ) -> None:
     folder = write_submitted_run(runs, "4711")
-    for name, body in answers.items():
-        fake.answer(name, body)
+    for name, body in (("squeue", squeue), ("scontrol", scontrol), ("sacct", sacct)):
+        if body:
+            fake.answer(name, body)
     process = report(fake, "status", "--wait=0", str(folder.path), status=exit_status)
     assert re.search(rf"  {state}  ", process.stdout), process.stdout + process.stderr
     if state == "PENDING":
@@ -241,20 +241,18 @@ def test_a_run_that_was_created_and_never_started_is_lost(fake: Fake, cache: Pat
 
 
 INCOMPLETE_RESULTS = [
-    ({"scores": {"test_accuracy": 0.5}}, "FAILED", "result.json does not contain a known state"),
-    ({"state": None, "exit_status": None}, "FAILED", "result.json does not contain a known state"),
-    ({"state": "finished", "scores": {"test_accuracy": None}, "timings": None}, "FINISHED", ""),
-    ({"state": "failed", "scores": {"test_accuracy": "x"}, "reason": None, "timings": "x"}, "FAILED", ""),
-    ({"state": "finished", "scores": {"test_accuracy": 0.5}}, "FINISHED", "accuracy 50.00%"),
+    ('{"scores": {"test_accuracy": 0.5}}', "FAILED", "result.json does not contain a known state"),
+    ('{"state": null, "exit_status": null}', "FAILED", "result.json does not contain a known state"),
+    ('{"state": "finished", "scores": {"test_accuracy": null}, "timings": null}', "FINISHED", ""),
+    ('{"state": "failed", "scores": {"test_accuracy": "x"}, "reason": null, "timings": "x"}', "FAILED", ""),
+    ('{"state": "finished", "scores": {"test_accuracy": 0.5}}', "FINISHED", "accuracy 50.00%"),
 ]
 
 
 @pytest.mark.parametrize("content, state, detail", INCOMPLETE_RESULTS)
-def test_an_incomplete_result_does_not_prevent_the_list(
-    tmp_path: Path, content: dict[str, Any], state: str, detail: str
-) -> None:
+def test_an_incomplete_result_does_not_prevent_the_list(tmp_path: Path, content: str, state: str, detail: str) -> None:
     folder = Made(steps=10).write(tmp_path)
-    write_json(folder.path / "result.json", content)
+    (folder.path / "result.json").write_text(content)
     run_status = status.read_status(folder)
     assert run_status.state == state
     assert run_status.detail == detail

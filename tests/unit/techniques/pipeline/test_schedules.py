@@ -131,46 +131,36 @@ RETURN_TYPE = (
 )
 
 
-ERRORS_OF_SCHEDULES = [
-    ("    return [[]]\n", 1, "a schedule must have one list of actions per rank (got 1 list for 2 ranks)"),
-    ("    return 3\n", 1, f"'int' object is not iterable; {RETURN_TYPE}"),
-    ("    return [['F', 0]]\n", 1, RETURN_TYPE),
-    ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
-    ("    order = x\n", 2, "NameError: name 'x' is not defined"),
-    ("    return [[] for _ in range(2 // 0)]\n", 2, "ZeroDivisionError: integer division or modulo by zero"),
-    ("    yield []\n    raise KeyError('a\\nb')\n", 3, "KeyError: 'a\\nb'"),
-    ("    raise ValueError('one\\ntwo')\n", 2, "ValueError: one"),
-    ("    assert not stages\n", 2, "AssertionError"),
-    ("    raise SystemExit\n", 2, "SystemExit"),
-    (
-        "    return actions_of(stages)\n\ndef actions_of(count):\n    return [0][count]\n",
-        5,
-        "IndexError: list index out of range",
-    ),
-    ("    import json\n    json.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
-    ("    return []\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
-    ("    return []\nraise SystemExit(0)\n", 3, "SystemExit: 0"),
-    (
-        "    return []\nmine = lambda: 0\n",
-        3,
-        f"<lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
-    ),
-    ("    return []\nmine = dict\n", None, f"dict expected at most 1 argument, got 3; {RETURN_TYPE}"),
-    ("    return []\n\0", None, "cannot contain null bytes"),
-]
+ERRORS_OF_SCHEDULES = {
+    "    return [[]]": ":1: a schedule must have one list of actions per rank (got 1 list for 2 ranks)",
+    "    return 3": f":1: 'int' object is not iterable; {RETURN_TYPE}",
+    "    return [['F', 0]]": f":1: {RETURN_TYPE}",
+    "    return ]": ":2: SyntaxError: unmatched ']'",
+    "    order = x": ":2: NameError: name 'x' is not defined",
+    "    return [[] for _ in range(2 // 0)]": ":2: ZeroDivisionError: integer division or modulo by zero",
+    "    yield []\n    raise KeyError('a\\nb')": ":3: KeyError: 'a\\nb'",
+    "    raise ValueError('one\\ntwo')": ":2: ValueError: one",
+    "    assert not stages": ":2: AssertionError",
+    "    raise SystemExit": ":2: SystemExit",
+    "    return pick(stages)\n\ndef pick(count):\n    return [0][count]": ":5: IndexError: list index out of range",
+    "    import json\n    json.loads('{')": ":3: JSONDecodeError: Expecting property name",
+    "    return []\n1 / 0": ":3: ZeroDivisionError: division by zero",
+    "    return []\nraise SystemExit(0)": ":3: SystemExit: 0",
+    "    return []\nmine = lambda: 0": f":3: <lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
+    "    return []\nmine = dict": f": dict expected at most 1 argument, got 3; {RETURN_TYPE}",
+    "    return []\n\0": ": cannot contain null bytes",
+}
 
 
-@pytest.mark.parametrize("body, line, message", ERRORS_OF_SCHEDULES)
-def test_an_error_of_a_custom_schedule_has_file_and_line(
-    tmp_path: Path, body: str, line: int | None, message: str
-) -> None:
-    settings = write_schedule(tmp_path, body)
+@pytest.mark.parametrize("body, expected", ERRORS_OF_SCHEDULES.items())
+def test_an_error_of_a_custom_schedule_has_file_and_line(tmp_path: Path, body: str, expected: str) -> None:
+    settings = write_schedule(tmp_path, f"{body}\n")
     with pytest.raises(UserError) as caught:
         schedules.make_schedule(settings)
     file = tmp_path / "custom.py"
-    position = f"{file}:{line}" if line else f"{file}"
+    line, _, message = expected.partition(": ")
     text = str(caught.value)
-    assert text.startswith(f"schedule={settings.schedule}: {position}: "), text
+    assert text.startswith(f"schedule={settings.schedule}: {file}{line}: "), text
     assert message in text
     assert "\n" not in text
 
