@@ -7,8 +7,8 @@ runs; tests/complete/test_disks.py has further cases of full and read-only disks
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from common.config import config
 from common.data.sources import MNIST_FILES
 from common.system.errors import UserError
 from slurm.__main__ import main
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import in_process
 from tests.harness.commands.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
-from tests.harness.commands.processes import environment
+from tests.harness.commands.processes import environment, execute_verb
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.commands.warm import ROOT
 from tests.harness.runs.damaged_runs import OF_A_RUN
@@ -197,43 +197,39 @@ def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir()), completed
 
 
-INVALID_ARGUMENTS_ABOUT_MODELS = [
-    (("export", "--format=x", "--", "{}"), "FORMAT='x' is unknown; use safetensors, torch.export or onnx"),
-    (("export", "--format=../x", "--", "{}"), "FORMAT='../x' is unknown"),
-    (("evaluate", "--args=epoch=3", "--", "{}"), "unknown key epoch; did you mean epochs?"),
-    (("evaluate", "--args=batch=many", "--", "{}"), "batch=many"),
-    (("evaluate", "--args=--help", "--", "{}"), "--help is not a setting"),
-    (("evaluate", "--args='x", "--", "{}"), "ARGS"),
-    (("evaluate", "--args=cluster.time=5", "--", "{}"), "cluster.time"),
-    (("evaluate", "--args=data.name=nothing", "--", "{}"), "data.name=nothing"),
-    (("evaluate", "--args=data.test_limit=9 optim.lr=5", "--", "{}"), "optim.lr has no effect on an evaluation"),
-    (("evaluate", "--args=log.level=debug", "--", "{}"), "has no model.safetensors"),
-]
+INVALID_ARGUMENTS_ABOUT_MODELS = {
+    "export --format=x -- {}": "FORMAT='x' is unknown; use safetensors, torch.export or onnx",
+    "export --format=../x -- {}": "FORMAT='../x' is unknown",
+    "evaluate --args=epoch=3 -- {}": "unknown key epoch; did you mean epochs?",
+    "evaluate --args=batch=many -- {}": "batch=many",
+    "evaluate --args=--help -- {}": "--help is not a setting",
+    'evaluate "--args=\'x" -- {}': "ARGS",
+    "evaluate --args=cluster.time=5 -- {}": "cluster.time",
+    "evaluate --args=data.name=nothing -- {}": "data.name=nothing",
+    "evaluate '--args=data.test_limit=9 optim.lr=5' -- {}": "optim.lr has no effect on an evaluation",
+    "evaluate --args=log.level=debug -- {}": "has no model.safetensors",
+}
 
 
-@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS_ABOUT_MODELS)
-def test_invalid_arguments_about_a_trained_model_are_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS_ABOUT_MODELS.items())
+def test_invalid_arguments_about_a_trained_model_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    completed = in_process.run_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments), status=2)
+    completed = in_process.run_verb(*shlex.split(arguments.format(folder.path)), status=2)
     assert message in completed.stderr, completed
 
 
-INVALID_ARGUMENTS = [
-    (("sweep", "--", "nope.yaml"), "GRID=nope.yaml cannot be read (No such file or directory); name a"),
-    (("exp", "--args=steps=5 'x", "--", "mnist_pipeline"), "No closing quotation; close each quotation mark"),
-    (("tour", "--", "steps=3", "--print-config"), "ARGS: --print-config is not a setting"),
-    (("check-optimizer", "--", "sdg"), "FILE=sdg is unknown; use FILE.py:Class or one of sgd, adam"),
-    (("check-optimizer", "--", "no.py:Own"), "FILE=no.py:Own: there is no file"),
-]
+INVALID_ARGUMENTS = {
+    "sweep -- nope.yaml": "GRID=nope.yaml cannot be read (No such file or directory); name a",
+    'exp "--args=steps=5 \'x" -- mnist_pipeline': "No closing quotation; close each quotation mark",
+    "tour -- steps=3 --print-config": "ARGS: --print-config is not a setting",
+    "check-optimizer -- sdg": "FILE=sdg is unknown; use FILE.py:Class or one of sgd, adam",
+    "check-optimizer -- no.py:Own": "FILE=no.py:Own: there is no file",
+}
 
 
-@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS)
-def test_invalid_arguments_of_other_commands_are_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    completed = in_process.run_verb(*arguments, cwd=tmp_path, status=2)
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS.items())
+def test_invalid_arguments_of_other_commands_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
+    completed = in_process.run_verb(*shlex.split(arguments), cwd=tmp_path, status=2)
     assert message in completed.stderr, completed
     assert completed.stderr.count("\n") == 1, completed
     assert not completed.stdout
@@ -247,9 +243,9 @@ def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "slurm", "exp", "--args=epoch=3", "--", "mnist_pipeline"]
+    arguments = ("exp", "--args=epoch=3", "--", "mnist_pipeline")
     env = environment(PYTHONPATH=str(ROOT))
-    completed = warm.execute(argv, cwd=tmp_path, env=env, real=True, status=2)
+    completed = execute_verb(*arguments, cwd=tmp_path, env=env, real=True, status=2)
     assert not completed.stdout
     assert completed.stderr.startswith("error: unknown key epoch; did you mean epochs?")
     assert completed.stderr.count("\n") == 1

@@ -18,9 +18,9 @@ from common.runs.compare import compare_page
 from common.runs.folder import RunFolder, read_json
 from slurm.reports import compare as compared
 from slurm.reports import selection
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import in_process
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import environment
+from tests.harness.commands.processes import execute_verb
 from tests.harness.commands.warm import ROOT
 from tests.harness.experiments.registry import EXPERIMENTS
 from tests.harness.runs.synthetic_runs import Made, write_six
@@ -47,8 +47,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_table_has_every_run_and_the_differing_settings(runs_folder: Path) -> None:
-    command = [sys.executable, "-m", "slurm", "compare", f"--runs-folder={runs_folder}"]
-    completed = warm.execute(command, env=environment(), real=True, status=0)
+    completed = execute_verb("compare", f"--runs-folder={runs_folder}", real=True, status=0)
     assert completed.stdout == compare(runs_folder).stdout
     head, first, *lines = completed.stdout.splitlines()
     assert first == "mnist_pipeline:"

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,18 +30,19 @@ from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import PATIENCE, Settings, environment, script
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import PATIENCE, Settings, execute_verb, script
 from tests.harness.commands.processes import run as experiment
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 from tests.harness.runs.synthetic_runs import Made
 
-SOUND = {
-    "host": "node1", "rank": 0, "address": "10.0.0.1", "versions": {"torch": "2.15.0", "numpy": "2.4"}, "device": "cpu",
-    "cores": 4, "cores_asked": 4, "disk_free_gb": 50.0, "all_reduce_right": True, "disk_mb_per_s": 90, "disk_error": "",
-    "gflop_per_s": 50.0, "product_finite": True, "product_same": True, "data": {"digits-1": "ab12"}, "data_damaged": [],
-    "times": [100.0, 101.0, 102.0],
-}  # fmt: skip
+SOUND: dict[str, Any] = yaml.safe_load(
+    """
+    {host: node1, rank: 0, address: 10.0.0.1, versions: {torch: 2.15.0, numpy: '2.4'}, device: cpu, cores: 4,
+    cores_asked: 4, disk_free_gb: 50.0, all_reduce_right: true, disk_mb_per_s: 90, disk_error: '', gflop_per_s: 50.0,
+    product_finite: true, product_same: true, data: {digits-1: ab12}, data_damaged: [], times: [100.0, 101.0, 102.0]}
+    """
+)
 
 
 def describe_three_hosts() -> list[dict[str, Any]]:
@@ -131,8 +131,8 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     raw[-1] ^= 1
     file.write_bytes(raw)
     settings = f"runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
-    command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1", f"--args={settings}"]
-    completed = warm.execute(command, env=environment(), timeout=PATIENCE, status=1)
+    arguments = ("doctor", "--nodes=2", "--json=1", f"--args={settings}")
+    completed = execute_verb(*arguments, timeout=PATIENCE, status=1)
     report = json.loads(completed.stdout)
     problems = report["problems"]
     assert [host["rank"] for host in report["hosts"]] == [0, 1]
@@ -287,12 +287,13 @@ KILLED_OR_FAILED = "(it may have been killed or run out of memory, or its host m
 FAILED_FIRST = "rank 0 on vm failed first: after step 3: "
 MISSING_PACKAGE = "rank 0 on vm: a Python package is missing; to check all hosts: make doctor"
 SILENT = "rank 1 on vm did not answer within 8 s"
+OUT_OF_MEMORY = "09:00:02,100 OutOfMemoryError: CUDA out of memory."
 NO_MEETING = "rank 0 on vm, through which the others meet, does not answer"
 ERRORS_OF_RANKS = [
     ("", CLOSED_CONNECTION, 1, f"{ENDED} {KILLED_OR_FAILED}"),
     ("", f"{NETWORK_ERROR}rank 0 has closed its connection; see its log", 1, ENDED),
     ("09:00:02,500 KeyError: x", f"{NETWORK_ERROR}the connection with rank 0 failed: x", 0, FAILED_FIRST),
-    (f"09:00:02,500 {CLOSED_CONNECTION}", "09:00:02,100 OutOfMemoryError: CUDA out of memory.", 1, "rank 1 on vm: out"),
+    (f"09:00:02,500 {CLOSED_CONNECTION}", OUT_OF_MEMORY, 1, "rank 1 on vm: out of mem"),
     ("09:00:01,000 ValueError: of x", "09:00:02,000 KeyError: y", 0, f"{FAILED_FIRST}V"),
     ("09:00:01,000 UserError: the disk is full", CLOSED_CONNECTION, 0, "rank 0 on vm: the disk is full; free up space"),
     ("09:00:01,000 ModuleNotFoundError: x", "", 0, MISSING_PACKAGE),

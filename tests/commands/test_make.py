@@ -121,16 +121,18 @@ COMMANDS = [name for name in VARIABLES_BY_TARGET if name not in ("test", "bench"
 
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 def test_every_text_reaches_the_commands_unchanged(place: Path, text: str) -> None:
-    for target, variable, pattern in (
-        ("exp", "NAME", "{}"),
-        ("exp", "ARGS", "--args={}"),
-        ("exp", "NODES", "--nodes={}"),
-        ("rerun", "RUN", "{}"),
-        ("compare", "RUNS", "--runs={}"),
-        ("compare", "WHERE", "--where={}"),
-        ("sync", "SWEEP", "--sweep={}"),
-        ("prune-runs", "LAST", "--last={}"),
-    ):
+    patterns = {
+        "exp NAME": "{}",
+        "exp ARGS": "--args={}",
+        "exp NODES": "--nodes={}",
+        "rerun RUN": "{}",
+        "compare RUNS": "--runs={}",
+        "compare WHERE": "--where={}",
+        "sync SWEEP": "--sweep={}",
+        "prune-runs LAST": "--last={}",
+    }
+    for name, pattern in patterns.items():
+        target, variable = name.split()
         arguments = handed_over(place, target, f"{variable}={text}")
         assert pattern.format(text) in arguments, (target, variable, arguments)
     check_nothing_was_created(place)

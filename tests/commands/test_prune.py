@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import in_process
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import environment
+from tests.harness.commands.processes import execute_verb
 from tests.harness.runs.synthetic_runs import Made
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
@@ -52,8 +51,7 @@ def runs(tmp_path: Path) -> Path:
 
 def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
-    command = [sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"]
-    completed = warm.execute(command, env=environment(), status=0)
+    completed = execute_verb("prune-runs", f"--runs-folder={runs}", status=0)
     assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
     assert files(runs) == before
 

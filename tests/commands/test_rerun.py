@@ -8,13 +8,13 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from common.config import config, custom_code
 from common.data import prepare
@@ -26,8 +26,8 @@ from configs import ddp_multinode
 from configs.profile import Profile
 from configs.shared import TrainingExperiment
 from slurm.launch import rerun
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment, run
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import execute_verb, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.custom_code.examples import write_example, write_schedule
 from tests.harness.experiments.registry import EXPERIMENTS
@@ -54,7 +54,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     (old / "code" / provenance.CHECKSUMS).unlink()
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    completed = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment(), status=0)
+    completed = execute_verb("rerun", "--", str(old), status=0)
     assert differing(completed.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
     assert "losses      bitwise equal in 12 steps" in completed.stdout
     assert "result      bitwise equal: test_loss, test_accuracy" in completed.stdout
@@ -240,16 +240,20 @@ def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
 
 
 FINISHED = {"format": 2, "state": "finished", "exit_status": 0, "data": "digits"}
-MEASURED: dict[str, dict[str, Any]] = {
-    "timings": {"samples_per_second": 1.0, "step_seconds": 1.0}, "memory": {"rank 0": 1},
-    "measured": {"idle_share": [0.1], "timeline": [{"start": 0.0}], "export": "/runs/a/model.pt2", "export_bytes": 1},
-}  # fmt: skip
+MEASURED: dict[str, dict[str, Any]] = yaml.safe_load(
+    """
+    timings: {samples_per_second: 1.0, step_seconds: 1.0}
+    memory: {rank 0: 1}
+    measured: {idle_share: [0.1], timeline: [start: 0.0], export: /runs/a/model.pt2, export_bytes: 1}
+    """
+)
 SCORES = {"test_loss": 0.5, "test_accuracy": 0.9, "test_samples": 100}
-OUTCOME = {
-    "final_loss": 0.25, "bytes_sent": 8.0, "steps_skipped": 0, "nonzero": 80, "weights": 100, "sparsity": 0.2,
-    "masks": "ab12", "bytes_raw": 400, "int8_accuracy": 0.9, "ideal_bubble": 0.2, "last_batch": [3, 2],
-    "computed_in": "fp32",
-}  # fmt: skip
+OUTCOME: dict[str, Any] = yaml.safe_load(
+    """
+    {final_loss: 0.25, bytes_sent: 8.0, steps_skipped: 0, nonzero: 80, weights: 100, sparsity: 0.2, masks: ab12,
+    bytes_raw: 400, int8_accuracy: 0.9, ideal_bubble: 0.2, last_batch: [3, 2], computed_in: fp32}
+    """
+)
 
 
 def test_all_results_that_depend_on_the_training_alone_are_compared(

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm.reports import wandb_sync
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import environment, execute_verb
 from tests.harness.runs.synthetic_runs import Made
 
 
@@ -25,9 +24,8 @@ def panels(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
-    argv = [sys.executable, "-m", "slurm", "dashboard", "--project=team/mine", "--dry-run=1"]
     nowhere = environment(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="5ec" + "0" * 36 + "7")
-    completed = warm.execute(argv, env=nowhere, status=0)
+    completed = execute_verb("dashboard", "--project=team/mine", "--dry-run=1", env=nowhere, status=0)
     view = json.loads(completed.stdout)
     assert (view["entity"], view["project"]) == ("team", "mine")
     charts = panels(view["spec"])
@@ -53,8 +51,7 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
     (folder.path / "wandb/offline-run-1").mkdir(parents=True)
     (folder.path / "wandb/offline-run-1/run.wandb").touch()
     env = environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
-    command = [sys.executable, "-m", "slurm", "sync", f"--runs-folder={tmp_path / 'runs'}"]
-    completed = warm.execute(command, env=env, status=2)
+    completed = execute_verb("sync", f"--runs-folder={tmp_path / 'runs'}", env=env, status=2)
     assert "no W&B account is configured" in completed.stderr
     assert "wandb login" in completed.stderr
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import in_process
+from tests.harness.commands.processes import execute_verb
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 
 
 def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
     settings = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", settings]
-    completed = warm.execute(command, env=environment(), real=True, status=0)
+    completed = execute_verb("doctor", "--nodes=2", settings, real=True, status=0)
     lines = completed.stdout.splitlines()
     assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]
     assert len(lines) == 6

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ import pytest
 from common.data.sources import MNIST_FILES
 from common.runs.folder import RunFolder
 from slurm.launch import rerun
-from tests.harness.commands import make_targets, warm
+from tests.harness.commands import make_targets
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import environment, run
+from tests.harness.commands.processes import environment, execute_verb, run
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -37,7 +36,7 @@ def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place
     arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
     old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
     handed_over = make_targets.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
-    completed = warm.execute([sys.executable, "-m", "slurm", *handed_over], env=environment(), status=rerun.DIFFERENT)
+    completed = execute_verb(*handed_over, status=rerun.DIFFERENT)
     assert list_differences(completed) == ["seed: was 0, now 1"]
     match = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", completed.stdout)
     assert match, completed.stdout

@@ -58,25 +58,25 @@ def test_a_replica_on_two_hosts_is_refused_by_all_ranks(hosts: str) -> None:
 
 
 MEANS_BY_LAYOUT = [
-    (["first", "second"], 2, [1.0, 2.0]),  # the saved layout: the statistics of this rank
-    (["first", "second"], 1, [30.0, 30.0]),  # no replica
-    (["first", "second"], 0, [30.0, 30.0]),
-    (["first"], 2, [30.0]),  # replicas of other stages
-    (["second", "third"], 2, [30.0, 30.0]),
-    (["third"], 0, [30.0]),
+    ("first second", 2, [1.0, 2.0]),  # the saved layout: the statistics of this rank
+    ("first second", 1, [30.0, 30.0]),  # no replica
+    ("first second", 0, [30.0, 30.0]),
+    ("first", 2, [30.0]),  # replicas of other stages
+    ("second third", 2, [30.0, 30.0]),
+    ("third", 0, [30.0]),
 ]
 
 
 @pytest.mark.parametrize("layers, peers, means", MEANS_BY_LAYOUT)
 def test_local_statistics_are_restored_only_if_the_layout_is_the_same(
-    layers: list[str], peers: int, means: list[float], cache: Path
+    layers: str, peers: int, means: list[float], cache: Path
 ) -> None:
     settings = Data(name="digits", cache=str(cache))
     images, _ = load_train_test(prepare.prepare_dataset(settings), settings)
     cpu = torch.device("cpu")
 
-    def build_state(names: list[str], peer_count: int) -> TrainState:
-        stage = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names))
+    def build_state(names: str, peer_count: int) -> TrainState:
+        stage = nn.Sequential(OrderedDict((name, nn.BatchNorm1d(1)) for name in names.split()))
         peers = None
         if peer_count:
             hosts = ("here",) * peer_count
@@ -87,10 +87,10 @@ def test_local_statistics_are_restored_only_if_the_layout_is_the_same(
     def list_means(state: TrainState) -> list[torch.Tensor]:
         return [buffer for name, buffer in state.buffers if name.endswith("mean")]
 
-    saved = build_state(["first", "second"], 1)
+    saved = build_state("first second", 1)
     for number, mean in enumerate(list_means(saved)):
         mean.fill_(number + 1)
-    averaged = dict(build_state(["first", "second", "third"], 0).collect_state().model)
+    averaged = dict(build_state("first second third", 0).collect_state().model)
     for name, tensor in averaged.items():
         if name.endswith("mean"):
             averaged[name] = torch.full_like(tensor, 30)

@@ -6,7 +6,6 @@ import fcntl
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,25 +119,28 @@ def test_an_evaluation_on_other_samples_is_not_compared(
     assert "the model takes images of shape [28, 28]" in completed.stderr
 
 
-def corrupt_checksum(path: Path) -> None:
-    facts = read_json(path / "model.json")
-    write_json(path / "model.json", facts | {"sha256": "0"})
-
-
 DAMAGES = [
-    (lambda path: (path / "model.json").write_text("{"), "model.json is missing, damaged"),
-    (lambda path: (path / "model.json").unlink(), "model.json is missing, damaged"),
-    (lambda path: (path / "model.safetensors").write_bytes(b"x"), "is damaged: its checksum differs"),
-    (lambda path: (path / "model.safetensors").unlink(), "cannot be read: No such file"),
-    (lambda path: write_json(path / "model.json", {"format": 1, "scores": {}}), "is missing, damaged"),
-    (corrupt_checksum, "checksum"),
+    ("model.json", b"{", "model.json is missing, damaged"),
+    ("model.json", None, "model.json is missing, damaged"),
+    ("model.safetensors", b"x", "is damaged: its checksum differs"),
+    ("model.safetensors", None, "cannot be read: No such file"),
+    ("model.json", b'{"format": 1, "scores": {}}', "is missing, damaged"),
 ]
 
 
-@pytest.mark.parametrize("damage, message", DAMAGES)
-def test_damaged_files_are_refused(damage: Callable[[Path], object], message: str, finished_copy: RunFolder) -> None:
-    damage(finished_copy.path)
+@pytest.mark.parametrize("name, content, message", DAMAGES)
+def test_damaged_files_are_refused(name: str, content: bytes | None, message: str, finished_copy: RunFolder) -> None:
+    file = finished_copy.path / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
     assert message in evaluate(finished_copy, status=2).stderr
+
+
+def test_weights_with_another_checksum_than_recorded_are_refused(finished_copy: RunFolder) -> None:
+    file = finished_copy.path / "model.json"
+    write_json(file, read_json(file) | {"sha256": "0"})
+    assert "checksum" in evaluate(finished_copy, status=2).stderr
 
 
 def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:

@@ -16,7 +16,7 @@ from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
 from tests.harness.commands import warm
-from tests.harness.commands.processes import Settings, environment, run
+from tests.harness.commands.processes import Settings, environment, execute_verb, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
@@ -134,10 +134,9 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text().replace("\nif __name__", "\nprint('code of the first start')\nif __name__"))
     (folder.path / "code" / provenance.CHECKSUMS).unlink()
-    options = [f"--resume={folder.path}", "--launch=local", "--args=stages=1", "--", ""]
-    argv = [sys.executable, "-m", "slurm", "exp", *options]
+    arguments = ("exp", f"--resume={folder.path}", "--launch=local", "--args=stages=1", "--", "")
 
-    resumed = warm.execute(argv, env=environment(), status=0)
+    resumed = execute_verb(*arguments, status=0)
     assert "code of the first start\n" in resumed.stdout
     assert "resumed from step 9" in resumed.stdout
     assert "saved by 2 ranks and is resumed by 1:" in resumed.stdout
@@ -146,5 +145,5 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))
 
-    resumed_again = warm.execute(argv, env=environment(), status=0)
+    resumed_again = execute_verb(*arguments, status=0)
     assert "is finished" in resumed_again.stdout

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from common.config import config, config_keys
@@ -107,6 +108,12 @@ def run(
     argv = command(name, *settings, runs=runs)
     process = warm.execute(argv, env=environment(**env), timeout=timeout, real=real, status=status)
     return Done(process.returncode, process.stdout, process.stderr, runs)
+
+
+def execute_verb(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> CompletedProcess[str]:
+    """Execute `python -m slurm` with these arguments. The other options are those of warm.execute."""
+    argv = [sys.executable, "-m", "slurm", *arguments]
+    return warm.execute(argv, env=environment() if env is None else env, **options)
 
 
 def processes_of(marker: str) -> list[int]:

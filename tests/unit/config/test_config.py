@@ -42,20 +42,20 @@ def test_data_root_comes_from_the_environment_unless_it_is_set(tmp_path: Path) -
 
 
 STARTED_RANKS = [
-    ((), 3, 1, 3, 1),  # the batch of 63 is not checked for the default of two ranks
-    ((), 4, 2, 4, 2),
-    (("launch.nodes=2",), 4, 1, 4, 2),
-    (("processes_per_node=0",), 3, 1, 3, 1),
-    (("processes_per_node=1",), 3, 1, 1, 1),  # is refused later, with the remedy
+    ("", 3, 1, 3, 1),  # the batch of 63 is not checked for the default of two ranks
+    ("", 4, 2, 4, 2),
+    ("launch.nodes=2", 4, 1, 4, 2),
+    ("processes_per_node=0", 3, 1, 3, 1),
+    ("processes_per_node=1", 3, 1, 1, 1),  # is refused later, with the remedy
 ]
 
 
 @pytest.mark.parametrize("arguments, ranks, nodes, expected_processes, expected_nodes", STARTED_RANKS)
 def test_the_number_of_started_ranks_is_that_of_the_run(
-    arguments: tuple[str, ...], ranks: int, nodes: int, expected_processes: int, expected_nodes: int
+    arguments: str, ranks: int, nodes: int, expected_processes: int, expected_nodes: int
 ) -> None:
     started = StartedRanks(ranks, nodes)
-    settings = load_config(DataParallelConfig, [*arguments, f"batch={21 * ranks}"], started=started)
+    settings = load_config(DataParallelConfig, [*arguments.split(), f"batch={21 * ranks}"], started=started)
     assert settings.processes == expected_processes
     assert settings.launch.nodes == expected_nodes
     assert load_config(Config, ["stages=2"], started=started).processes == 2

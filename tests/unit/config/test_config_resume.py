@@ -138,17 +138,17 @@ def test_changes_of_the_communication_are_kept_and_those_of_the_launch_are_not(t
 
 
 CHANGES_OF_RANKS = [
-    ([], ["processes_per_node=2"], False),
-    (["processes_per_node=2"], ["processes_per_node=0"], False),
-    ([], ["launch.nodes=2", "processes_per_node=1"], False),
-    ([], ["processes_per_node=4"], True),
+    ("", "processes_per_node=2", False),
+    ("processes_per_node=2", "processes_per_node=0", False),
+    ("", "launch.nodes=2 processes_per_node=1", False),
+    ("", "processes_per_node=4", True),
 ]
 
 
 @pytest.mark.parametrize("old_arguments, new_arguments, is_change", CHANGES_OF_RANKS)
 def test_setting_the_automatic_number_of_ranks_is_not_a_change(
-    old_arguments: list[str], new_arguments: list[str], is_change: bool, tmp_path: Path
+    old_arguments: str, new_arguments: str, is_change: bool, tmp_path: Path
 ) -> None:
-    run = create_run(tmp_path, load_config(DataParallelConfig, old_arguments, {}))
-    resumed = load_config(DataParallelConfig, [f"--resume={run}", *new_arguments], {})
+    run = create_run(tmp_path, load_config(DataParallelConfig, old_arguments.split(), {}))
+    resumed = load_config(DataParallelConfig, [f"--resume={run}", *new_arguments.split()], {})
     assert bool(config.find_changes(run, resumed)) is is_change

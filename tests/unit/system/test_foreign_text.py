@@ -27,7 +27,7 @@ from common.system.foreign_text import classify_error, classify_exit, classify_r
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] "
 
-ERRORS_BY_CAUSE = {
+ERRORS_BY_CAUSE: dict[Cause, list[Exception]] = {
     Cause.TIMEOUT: [
         RuntimeError(f"{GLOO}Timed out waiting 1800000ms for recv operation to complete"),
         RuntimeError(f"{GLOO}Application timeout caused pair closure"),

@@ -94,11 +94,11 @@ def test_the_status_shows_cable_and_state_of_each_host(running: RunningCluster) 
     running.fake.answer("sinfo", "printf 'node1 idle\\nnode2 down*\\n'")
     first_line, *rows = running.run("status").splitlines()
     assert first_line == f"cluster local is up: first process {running.first_process.pid}, files in {running.folder}"
-    assert [row.split() for row in rows] == [
-        ["HOST", "ADDRESS", "CABLE", "RATE", "SLURM"],
-        ["node1", "10.77.0.1", "in", "-", "idle"],
-        ["node2", "10.77.0.2", "cut", "200mbit", "down*"],
-        ["node3", "10.77.0.3", "off", "-", "unknown"],
+    assert [" ".join(row.split()) for row in rows] == [
+        "HOST ADDRESS CABLE RATE SLURM",
+        "node1 10.77.0.1 in - idle",
+        "node2 10.77.0.2 cut 200mbit down*",
+        "node3 10.77.0.3 off - unknown",
     ]
 
 
