@@ -23,7 +23,7 @@ from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import execute_verb
 from tests.harness.commands.warm import ROOT
 from tests.harness.experiments.registry import EXPERIMENTS
-from tests.harness.runs.synthetic_runs import Made, write_six
+from tests.harness.runs.synthetic_runs import Made, write_rows, write_six
 
 
 def compare(runs: Path, *arguments: str, status: int = 0, **env: str) -> Completed:
@@ -139,7 +139,7 @@ def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, 
     (folder.path / "result.json").write_text(json.dumps(scores))
     measured = {"bytes": 4.0, "all_reduce float32 gloo": 0.1}
     rows = [{"global_step": step, "samples": step, "time": float(step)} | measured for step in range(1, 5)]
-    folder.list_attempts()[-1].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder.list_attempts()[-1], rows)
     assert "samples/s" not in compare(runs).stdout
     assert "all reduce float32 gloo" in (runs / "compare.html").read_text()
     assert "samples/s" in in_process.run_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
@@ -341,9 +341,8 @@ def test_the_settings_of_the_newest_attempt_count(tmp_path: Path) -> None:
 
 def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
     folder = Made(steps=60, attempts=2).write(tmp_path)
-    later = folder.list_attempts()[1].metrics_file
-    waited = [row | {"time": row["time"] + 60} for row in folder.list_attempts()[1].read_attempt_rows()]
-    later.write_text("".join(json.dumps(row) + "\n" for row in waited))
+    later = folder.list_attempts()[1]
+    write_rows(later, [row | {"time": row["time"] + 60} for row in later.read_attempt_rows()])
     low = compared.RunFacts.from_folder(folder).curves.speed.low
     assert min(low) > 0.5 * max(low)
 

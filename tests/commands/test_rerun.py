@@ -31,7 +31,7 @@ from tests.harness.commands.processes import execute_verb, run
 from tests.harness.commands.warm import ROOT
 from tests.harness.custom_code.examples import write_example, write_schedule
 from tests.harness.experiments.registry import EXPERIMENTS
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import Made, write_rows
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -194,7 +194,7 @@ def test_the_largest_difference_of_losses_is_printed(tmp_path: Path, capsys: pyt
     for row in rows:
         if "loss" in row:
             row["loss"] += changes.get(row["global_step"], 0)
-    new.list_attempts()[0].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(new.list_attempts()[0], rows)
     assert not rerun.compare_runs(old, new)
     expected = r"losses      differ in 3 of 10 steps, first in step 4, by at most (\S+) \(step 7\)"
     match = re.search(expected, capsys.readouterr().out)

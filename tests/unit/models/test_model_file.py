@@ -74,17 +74,23 @@ class Subclass(networks.SimpleNN):
     """A custom network that inherits the recipe of its parent class."""
 
 
-@pytest.mark.parametrize(
-    "build, recipe",
-    [
-        (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
-        (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}),
-        (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
-        (lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)), {"class": "Sequential", "arguments": None}),
-        (lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)), {"class": None, "arguments": None}),
-    ],
-    ids=["network", "resnet", "subclass", "network inside another", "network with another layer"],
-)
+RESNET_RECIPE = {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}
+NETWORK_RECIPES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "network": (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
+    "resnet": (lambda: networks.ResNet18((8, 8), 3), RESNET_RECIPE),
+    "subclass": (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
+    "network inside another": (
+        lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)),
+        {"class": "Sequential", "arguments": None},
+    ),
+    "network with another layer": (
+        lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)),
+        {"class": None, "arguments": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("build, recipe", NETWORK_RECIPES.values(), ids=NETWORK_RECIPES)
 def test_a_model_file_has_all_tensors_and_the_recipe_of_the_model(
     build: Callable[[], nn.Module], recipe: dict[str, Any], tmp_path: Path
 ) -> None:

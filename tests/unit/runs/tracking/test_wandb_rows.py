@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_rows import Journal, JournalMark, RowSelection, TrackingNote, choose_rows, read_note
+from tests.harness.runs.synthetic_runs import write_rows
 
 Row = dict[str, float | int | None]
 
@@ -57,8 +57,7 @@ def attempt(tmp_path: Path) -> RunFolder:
     """An attempt with 20 rows, all of which are sent."""
     run_attempt = RunFolder(tmp_path).claim_attempt()
     (tmp_path / "wandb").mkdir()
-    lines = [json.dumps(make_row(step, float(step), loss=1.0)) + "\n" for step in range(1, 21)]
-    run_attempt.metrics_file.write_text("".join(lines))
+    write_rows(run_attempt, [make_row(step, float(step), loss=1.0) for step in range(1, 21)])
     return run_attempt
 
 
