@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
+from tests.harness.commands.processes import Settings
 from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import BY_NAME

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.member import STUCK_REASON
+from tests.harness.commands.processes import Settings
 from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.ranks.programs import execute_program
@@ -17,8 +19,6 @@ from tests.harness.runs.resuming import resume
 NAME = "param_server"
 STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth step is saved
 THREE = ("processes_per_node=3", "elastic=true")
-
-
 ADAM = ("optim.name=adam", "optim.lr=0.01")
 TrainStruck = Callable[..., RunFolder]
 KILLED_WORKERS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.models import networks
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import Settings, run
 from tests.harness.pitfalls.outcomes import collect_outcome
 
 
