@@ -13,7 +13,7 @@ A page holds markers, and what stands between them is generated:
 
 A table of more than twelve rows shows those with a goal first, and folds all but twelve. A value is found in any row.
 A table with a caption is hidden until it is recorded. Any other part that has not been recorded is shown as such, with
-its command. Rows and columns have the wording of `labels.py`.
+its command. Rows and columns have the wording of `labels.yaml`.
 """
 
 from __future__ import annotations
