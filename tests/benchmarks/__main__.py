@@ -69,7 +69,7 @@ def choose_parts(names: Sequence[str]) -> list[Part]:
 def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
     """Measure one part; its record is written after each round."""
     print(f"\n{part.name}: {part.title}", flush=True)
-    origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": dict(part.facts)}
+    origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": list(part.facts)}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         scratch = Path(name)
 

@@ -41,8 +41,8 @@ class Part:
     rounds: int = 5
     drop: int = 0
     """Rounds before these that warm up and do not count."""
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Conditions that the page shows below the table: threads, batch."""
+    facts: Sequence[str] = ()
+    """Conditions that the page lists below the table, such as `2 processes with 1 thread each` and `batch size 64`."""
     check: Callable[[Path, Samples], None] = lambda scratch, samples: None
     """Raises AssertionError if the sides did not do the same work."""
     missing: Callable[[], str] = lambda: ""

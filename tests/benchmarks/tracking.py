@@ -63,10 +63,10 @@ def tracking_table(samples: Samples) -> Table:
     for run_name in RUNS:
         disabled, offline = (f"{run_name}, {mode}" for mode in MODES)
         slowdown = samples.ratio(offline, disabled)
-        rows.append(Row(f"ms a step, {disabled}", [samples.number(disabled, factor=1e3)]))
-        rows.append(Row(f"ms a step, {offline}", [samples.number(offline, factor=1e3)]))
+        rows.append(Row(f"ms per step, {disabled}", [samples.number(disabled, factor=1e3)]))
+        rows.append(Row(f"ms per step, {offline}", [samples.number(offline, factor=1e3)]))
         rows.append(at_most(f"step time offline / disabled, {run_name}", slowdown, 1.03))
-        rows.append(at_most(f"seconds of wall time more, {run_name}", measure_added_wall(samples, run_name), 2))
+        rows.append(at_most(f"additional wall time, s: {run_name}", measure_added_wall(samples, run_name), 2))
     return make_value_table(rows)
 
 
@@ -77,6 +77,6 @@ PARTS = [
         tracking_sides,
         tracking_table,
         rounds=7,
-        facts={"batch": 64},
+        facts=("batch size 64",),
     ),
 ]

@@ -150,7 +150,7 @@ def kill_at_random(lab: Lab, minutes: float) -> Table:
     measured = running.folder.result["measured"]
     joined = sum(len(change["joined"]) for change in measured["generations"])
     cells = [str(kills), str(joined), str(steps), str(measured["steps_redone"]), "yes"]
-    columns = ("minutes", "kills", "ranks that joined", "steps", "steps done again", "losses equal to 1e-9")
+    columns = ("minutes", "kills", "ranks that joined", "steps", "steps repeated", "losses equal to within 1e-9")
     return Table(columns, [Row(f"{minutes_of_kills:.1f}", cells)])
 
 
@@ -161,7 +161,7 @@ def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
     for name, goal in goals.items():
         cells = [summarize_values(seconds) if seconds else "-" for seconds in (elastic[name], requeued[name])]
         rows.append(Row(name, cells, goal, at_least=False))
-    return Table(("what happens", "elastic: s to the next step", "queued again: s to the next step"), rows)
+    return Table(("event", "elastic: s to the next step", "requeued: s to the next step"), rows)
 
 
 def main(arguments: list[str]) -> int:

@@ -375,7 +375,7 @@ FAULTS = (
     Fault("kill -9 of a data worker", kill_worker, only="ddp_multinode"),
     Fault("kill -9, and again right after", kill_twice, starts=3, intervals=2, environ=track_offline),
     Fault("kill -9 while the run resumes", kill_resuming, starts=3),
-    Fault("a rank stopped for ever", stop_forever),
+    Fault("a rank stopped permanently", stop_forever),
     Fault("power-off of the batch host", power_off(0), environ=track_offline),
     Fault("power-off of the other host", power_off(1)),
     Fault("both hosts off and on", power_off(0, 1)),

@@ -61,7 +61,7 @@ ELASTIC_FAULTS = (
     "kill -9 of rank 0",
     "kill -9 of rank 1",
     "kill -9 of a data worker",
-    "a rank stopped for ever",
+    "a rank stopped permanently",
     "power-off of the batch host",
     "power-off of the other host",
     "both hosts off and on",

@@ -56,7 +56,7 @@ def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
     samples = list[Samples]()
     interleave(part.sides(tmp_path), Pace(1, 0, 60), samples.append)
     rows = {row.what: row.cells for row in part.table(samples[-1]).rows}
-    assert list(rows)[:2] == ["ms a step: 1 process", "ms a step: 2 processes"]
+    assert list(rows)[:2] == ["ms per step: 1 process", "ms per step: 2 processes"]
     assert len(rows) == 3
     one_rank, two_ranks, efficiency = (cells[0].value for cells in rows.values() if isinstance(cells[0], Number))
     assert efficiency == pytest.approx(one_rank / two_ranks / 2)
