@@ -19,7 +19,7 @@ from pathlib import Path
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.cluster.lab import Lab, Running, laboratory
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.elastic.campaign import SETTINGS, Case, Pace, Target, draw_case, parse_arguments
 from tests.harness.elastic.runs import differences
 
@@ -108,7 +108,7 @@ def main() -> int:
         references = {}
         for name in SETTINGS:
             settings = (*list_settings(name), f"data.cache={scratch}/cache", "processes_per_node=1")
-            references[name] = run(name, *settings, runs=Path(scratch) / name).folder
+            references[name] = run_experiment(name, *settings, runs=Path(scratch) / name).folder
         for number in numbers:
             case = draw_case(seed, number, PACE)
             run_case(lab, case, references[case.name])

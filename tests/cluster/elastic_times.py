@@ -28,7 +28,7 @@ from configs.dataparallel import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 from tests.cluster.lab import Lab, Running, laboratory, time_step_after
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.elastic.runs import differences
 from tests.harness.slurm.site import until
 
@@ -73,7 +73,9 @@ def check_losses(running: Running, steps: int) -> None:
     """Raise ValueError if the losses differ from those of one process."""
     with tempfile.TemporaryDirectory() as runs:
         settings = (*SETTINGS, f"steps={steps}", f"epochs={-(-steps // 1000)}", f"data.cache={runs}/cache")
-        reference = run("ddp_multinode", *settings, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600)
+        reference = run_experiment(
+            "ddp_multinode", *settings, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600
+        )
         different = differences(running.folder, reference.folder)
     if different:
         raise ValueError(f"{running.folder.path}: {different[:3]}")

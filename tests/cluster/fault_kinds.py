@@ -29,7 +29,7 @@ from tests.cluster.lab import (
     Running,
     last_step,
 )
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 from tests.harness.slurm.site import until
 
 Repair = Callable[[], object]

@@ -22,10 +22,10 @@ from common.runs.rank_changes import read_rank_changes
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.slurm_conf import make_search_path
-from tests.harness.commands.processes import environment, processes_of
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import find_processes, make_environment
 from tests.harness.environment.shared_results import locked
 from tests.harness.experiments.registry import BY_NAME
+from tests.harness.repository import ROOT
 from tests.harness.slurm.site import find_cluster, until
 
 STEPS = 240  # of a run
@@ -44,7 +44,7 @@ class Lab:
     def __init__(self, base: Path, shared: Path) -> None:
         self.base = base
         self.shared = shared
-        self.env = environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), HOME=str(base))
+        self.env = make_environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), HOME=str(base))
         self.conf: tuple[str, ...] | None = None
         self.count = 0
         self.wandb: subprocess.Popen[str] | None = None
@@ -212,7 +212,7 @@ class Running:
         """Return a rank number per pid, of the ranks or of the processes that they forked."""
         numbers = {}
         parents = {}
-        for pid in processes_of(str(self.folder.path)):
+        for pid in find_processes(str(self.folder.path)):
             with contextlib.suppress(OSError, StopIteration):
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -226,7 +226,7 @@ class Running:
     def finish(self, seconds: float = 200) -> None:
         """Wait until the run and all its processes have ended."""
         until(f"{self.folder.path} ends", lambda: self.folder.result, seconds, 0.2)
-        until("no process is left", lambda: not processes_of(str(self.folder.path)), 120, 0.2)
+        until("no process is left", lambda: not find_processes(str(self.folder.path)), 120, 0.2)
 
 
 def last_step(attempt: RunFolder) -> int:
@@ -281,5 +281,5 @@ def laboratory(shared: Path | None = None) -> Iterator[Lab]:
             yield lab
         finally:
             lab.down()
-            until("no process of the lab is left", lambda: not processes_of(str(base)), 20)
+            until("no process of the lab is left", lambda: not find_processes(str(base)), 20)
     shutil.rmtree(base)

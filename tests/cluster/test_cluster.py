@@ -18,7 +18,7 @@ from common.system.processes import Process
 from slurm.local_cluster import cluster
 from slurm.local_cluster.cables import Shape
 from tests.benchmarks import hosts
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 from tests.harness.slurm.site import folder, until
 
 NAMESPACE_KINDS = ("net", "mnt", "pid", "uts")

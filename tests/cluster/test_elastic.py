@@ -13,7 +13,7 @@ import pytest
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import read_rank_changes
 from tests.cluster.lab import Lab, Running
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.elastic.runs import differences, list_changes
 from tests.harness.slurm.site import until
 
@@ -38,7 +38,7 @@ def main(cfg, run):
 def train_one_process(cache: Path, runs: Path, *settings: str) -> RunFolder:
     """Return an undisturbed run of one process."""
     settings = (*MODEL, *SETTINGS, f"data.cache={cache}", "processes_per_node=1", *settings)
-    return run("ddp_multinode", *settings, runs=runs).folder
+    return run_experiment("ddp_multinode", *settings, runs=runs).folder
 
 
 def submit(lab: Lab, *settings: str, nodes: int = 3) -> Running:

@@ -21,7 +21,7 @@ import pytest
 from tests.cluster import fault_kinds, fault_tables, faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 from tests.harness.runs import wandb_host
 from tests.harness.runs.tracked_runs import chosen_rows
 from tests.harness.slurm.site import until

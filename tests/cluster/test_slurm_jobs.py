@@ -14,7 +14,7 @@ import pytest
 
 from common.config import config
 from common.runs.folder import RunFolder, read_json
-from tests.harness.commands.processes import applicable, run, values_of
+from tests.harness.commands.processes import read_result_values, run_experiment, select_applicable_settings
 from tests.harness.experiments.registry import EXPERIMENTS, Entry
 from tests.harness.slurm.site import FIRST, Site, until, up
 
@@ -43,7 +43,7 @@ def read_world(folder: RunFolder) -> dict[str, Any]:
 
 def check_same_losses(name: str, folder: RunFolder, runs: Path) -> RunFolder:
     """Repeat a run of a job on this machine, compare all losses to the bit, and return the repeated run."""
-    local = run(name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=runs)
+    local = run_experiment(name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=runs)
     assert local.status == 0, local.err
     assert [row["loss"] for row in folder.read_metrics() if "loss" in row] == local.losses
     return local.folder
@@ -108,7 +108,7 @@ def test_experiments_span_four_hosts(four: Site) -> None:
         folder = four.run_of(entry.name)
         assert read_world(folder)["hosts"] == ["node1", "node2", "node3", "node4"]
         assert FINAL_ROWS[entry.trains] in output
-        assert entry.check_four_hosts(values_of(folder))
+        assert entry.check_four_hosts(read_result_values(folder))
 
 
 def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
@@ -157,7 +157,7 @@ def list_settings(site: Site, runs: str) -> list[str]:
 @all_experiments
 def test_srun_starts_an_experiments_script(site: Site, entry: Entry) -> None:
     runs = f"srun-{entry.name}"
-    settings = applicable(entry.name, [*list_settings(site, runs), *entry.smallest, "launch.nodes=2"])
+    settings = select_applicable_settings(entry.name, [*list_settings(site, runs), *entry.smallest, "launch.nodes=2"])
     script = [sys.executable, f"experiments/{entry.name}.py", *settings]
     check_success(site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script))
     assert read_world(site.run_of(runs))["hosts"] == ["node1", "node2"]

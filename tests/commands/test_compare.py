@@ -18,15 +18,15 @@ from common.runs.compare import compare_page
 from common.runs.folder import RunFolder, read_json
 from slurm.reports import compare as compared
 from slurm.reports import selection
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment
 from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import Made, write_six
 
 
 def compare(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return in_process.run_verb("compare", f"--runs-folder={runs}", *arguments)
+    return in_process_calls.call_verb("compare", f"--runs-folder={runs}", *arguments)
 
 
 def as_json(runs: Path, *arguments: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_table_has_every_run_and_the_differing_settings(runs_folder: Path) -> None:
     command = [sys.executable, "-m", "slurm", "compare", f"--runs-folder={runs_folder}"]
-    completed = warm.execute(command, env=environment(), real=True)
+    completed = execution.execute_command(command, env=make_environment(), real=True)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == compare(runs_folder).stdout
     head, first, *lines = completed.stdout.splitlines()
@@ -65,7 +65,7 @@ def test_the_table_has_every_run_and_the_differing_settings(runs_folder: Path) -
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_the_table_is_as_wide_as_the_terminal(runs_folder: Path, width: int) -> None:
-    completed = in_process.run_verb("compare", f"--runs-folder={runs_folder}", COLUMNS=str(width))
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={runs_folder}", COLUMNS=str(width))
     head, *lines = completed.stdout.splitlines()
     rows = [line for line in lines if re.match(r"\S+ +(finished|failed)\b", line.strip())]
     assert len(rows) == 4
@@ -100,7 +100,7 @@ def test_a_result_of_a_newer_format_is_reported_and_other_runs_are_listed(tmp_pa
     newer = Made("mnist_pipeline", 0, 20, result={"format": 3, "scores": {"test_accuracy": 0.5}}).write(runs)
     Made("mnist_pipeline", 1, 20).write(runs)
     message = "result.json has format 3, but this version reads format 2; use the version that wrote it"
-    for completed in (compare(runs), in_process.run_verb("status", f"--runs-folder={runs}")):
+    for completed in (compare(runs), in_process_calls.call_verb("status", f"--runs-folder={runs}")):
         assert completed.returncode == 0
         assert not completed.stderr
         assert completed.stdout.count(message) == 1, completed.stdout
@@ -113,7 +113,7 @@ def test_a_result_of_a_newer_format_is_reported_and_other_runs_are_listed(tmp_pa
     assert message in (runs / "compare.html").read_text()
     (newer.path / "code/experiments").mkdir(parents=True)
     (newer.path / "code/experiments/mnist_pipeline.py").touch()
-    completed = in_process.run_verb("rerun", "--", str(newer.path))
+    completed = in_process_calls.call_verb("rerun", "--", str(newer.path))
     assert completed.returncode == 2
     assert message in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
@@ -122,13 +122,13 @@ def test_a_result_of_a_newer_format_is_reported_and_other_runs_are_listed(tmp_pa
 def test_the_options_of_older_versions_are_accepted_with_a_notice(runs_folder: Path) -> None:
     moved = f"note: --runs no longer sets the folder of the runs; use --runs-folder={runs_folder}\n"
     renamed = "note: the option --pick has been renamed to --runs\n"
-    completed = in_process.run_verb("compare", f"--runs={runs_folder}", "--json=1")
+    completed = in_process_calls.call_verb("compare", f"--runs={runs_folder}", "--json=1")
     assert completed.stderr == moved
     assert ends(json.loads(completed.stdout)) == ends(as_json(runs_folder))
-    completed = in_process.run_verb("compare", f"--runs={runs_folder}", "--pick=0003", "--json=1")
+    completed = in_process_calls.call_verb("compare", f"--runs={runs_folder}", "--pick=0003", "--json=1")
     assert completed.stderr == moved + renamed
     assert ends(json.loads(completed.stdout)) == ["0003"]
-    completed = in_process.run_verb("status", f"--runs={runs_folder}")
+    completed = in_process_calls.call_verb("status", f"--runs={runs_folder}")
     assert completed.returncode == 0
     assert completed.stderr == moved
     assert "0003" in completed.stdout
@@ -150,8 +150,8 @@ def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, 
     folder.list_attempts()[-1].metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "samples/s" not in compare(runs).stdout
     assert "all reduce float32 gloo" in (runs / "compare.html").read_text()
-    assert "samples/s" in in_process.run_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
-    (status,) = json.loads(in_process.run_verb("status", f"--runs-folder={runs}", "--json=1").stdout)
+    assert "samples/s" in in_process_calls.call_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
+    (status,) = json.loads(in_process_calls.call_verb("status", f"--runs-folder={runs}", "--json=1").stdout)
     assert status["samples_per_second"] == 0
     older = Made(name, 2, 4).write(runs)  # with settings for training that have no effect
     (older.path / "config.yaml").write_text((older.path / "config.yaml").read_text() + "data:\n  name: mnist\n")
@@ -193,7 +193,7 @@ def test_the_cost_of_lost_ranks_is_shown(tmp_path: Path) -> None:
     for name in ("ranks_lost", "seconds_lost", "steps_redone"):
         assert first_run[name] == lost[name]
         assert second_run[name] is None
-    completed = in_process.run_verb("compare", f"--runs-folder={tmp_path}", COLUMNS="120")
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path}", COLUMNS="120")
     head, _, first, *_ = completed.stdout.splitlines()
     assert head.endswith("  ranks lost  seconds lost  steps redone"), head
     assert first.split()[-3:] == ["2", "0.25", "1"]
@@ -398,13 +398,13 @@ def test_damaged_files_do_not_hide_other_runs(runs_folder: Path, tmp_path: Path)
 
 
 def test_the_status_is_available_as_json(runs_folder: Path) -> None:
-    every = json.loads(in_process.run_verb("status", f"--runs-folder={runs_folder}", "--json=1").stdout)
+    every = json.loads(in_process_calls.call_verb("status", f"--runs-folder={runs_folder}", "--json=1").stdout)
     assert {status["run"] for status in every} == {path.parent.name for path in runs_folder.glob("*/config.yaml")}
     (broken,) = (status for status in every if status["run"].endswith("-0003"))
     assert broken["state"] == "failed"
     assert broken["step"] == 500
     assert broken["restarts"] == 0
-    completed = in_process.run_verb("status", f"--runs-folder={runs_folder}", "--json=1", "--", broken["run"])
+    completed = in_process_calls.call_verb("status", f"--runs-folder={runs_folder}", "--json=1", "--", broken["run"])
     assert completed.returncode == 1
     assert json.loads(completed.stdout)[0]["detail"] == "the loss is nan"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.registry import REPLICATED
 from tests.harness.runs.damaged_runs import DAMAGES, FILES, check_commands
@@ -24,7 +24,7 @@ def test_commands_that_read_a_damaged_run_print_one_line(
 def test_a_run_on_an_unknown_host_is_not_cancelled(tmp_path: Path) -> None:
     run = Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "runs").path
     (run / "meta.json").write_text("{")
-    completed = in_process.run_verb("cancel", "--", str(run))
+    completed = in_process_calls.call_verb("cancel", "--", str(run))
     assert completed.returncode == 2
     assert "meta.json is missing or damaged, so the host of the run is unknown" in completed.stderr
     assert not (run / "result.json").exists()

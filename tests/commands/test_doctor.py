@@ -29,9 +29,9 @@ from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import PATIENCE, environment, script
-from tests.harness.commands.processes import run as experiment
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment, write_script
+from tests.harness.commands.processes import run_experiment as experiment
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 from tests.harness.runs.synthetic_runs import Made
 
@@ -118,7 +118,7 @@ def test_the_ranks_of_one_host_do_not_outvote_the_other_hosts() -> None:
 
 def doctor(*arguments: str, status: int = 0) -> str:
     """Run make doctor, check its exit status, and return its output."""
-    completed = in_process.run_verb("doctor", *arguments)
+    completed = in_process_calls.call_verb("doctor", *arguments)
     assert completed.returncode == status, completed.stdout + completed.stderr
     assert "Traceback" not in completed.stderr
     return completed.stdout
@@ -136,7 +136,7 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     file.write_bytes(raw)
     settings = f"runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
     command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", "--json=1", f"--args={settings}"]
-    completed = warm.execute(command, env=environment(), timeout=PATIENCE)
+    completed = execution.execute_command(command, env=make_environment(), timeout=WAIT_TIMEOUT)
     assert completed.returncode == 1
     report = json.loads(completed.stdout)
     problems = report["problems"]
@@ -169,7 +169,7 @@ def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Pat
     assert facts["state"] == "failed"
     assert facts["first_error"]["rank"] in (0, 1)
     assert len(facts["ranks"]) == 2
-    completed = in_process.run_verb("status", "--json=1", "--", str(run.folder.path))
+    completed = in_process_calls.call_verb("status", "--json=1", "--", str(run.folder.path))
     (status,) = json.loads(completed.stdout)
     assert facts["step"] == status["step"]
     assert facts["first_error"]["step"] > 1, "a failing rank records its last step"
@@ -559,7 +559,7 @@ def test_a_rank_with_more_samples_is_no_straggler(
 
 
 def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
+    write_script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
     expected = "node2 is drained: disk | see ticket | 7; SLURM does not start jobs on this host"
@@ -581,7 +581,7 @@ def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monk
     ],
 )
 def test_invalid_arguments_are_refused(arguments: list[str], message: str) -> None:
-    completed = in_process.run_verb("doctor", *arguments)
+    completed = in_process_calls.call_verb("doctor", *arguments)
     assert completed.returncode == 2
     assert message in completed.stderr
     assert completed.stderr.count("error: ") == 1

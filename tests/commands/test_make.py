@@ -24,10 +24,10 @@ from common.system.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
 from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
-from tests.harness.commands import in_process
-from tests.harness.commands.make_targets import handed_over
-from tests.harness.commands.processes import Done, environment, processes_of, script
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.make_targets import record_slurm_arguments
+from tests.harness.commands.processes import FinishedRun, find_processes, make_environment, write_script
+from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake
 
@@ -54,25 +54,25 @@ HOSTILE = [
 THROUGH_MAKE = ["$(shell touch pwned)", "x\n\ttouch pwned", '"; touch pwned; "']
 
 
-def make(place: Path, *arguments: str, **env: str) -> Done:
+def make(place: Path, *arguments: str, **env: str) -> FinishedRun:
     completed = subprocess.run(
         ["make", *arguments],
         cwd=place,
-        env=environment(**env),
+        env=make_environment(**env),
         capture_output=True,
         text=True,
         errors="surrogateescape",
         timeout=60,
         check=False,
     )
-    return Done(completed.returncode, completed.stdout, completed.stderr, place / "runs")
+    return FinishedRun(completed.returncode, completed.stdout, completed.stderr, place / "runs")
 
 
 def check_nothing_was_created(place: Path) -> None:
     assert {path.name for path in place.iterdir()} == {"Makefile", "requirements.txt", ".venv"}
 
 
-def refused(completed: Done, place: Path) -> str:
+def refused(completed: FinishedRun, place: Path) -> str:
     """Check that a command printed one message, failed and created nothing; return the message."""
     check_nothing_was_created(place)
     return message_of(completed.status, completed.out, completed.err)
@@ -89,7 +89,7 @@ def message_of(status: int, out: str, err: str) -> str:
 def refused_inside(place: Path, *arguments: str) -> str:
     """Check the same of a command that is called within this process."""
     before = sorted(place.iterdir())
-    completed = in_process.run_verb(*arguments, cwd=place)
+    completed = in_process_calls.call_verb(*arguments, cwd=place)
     assert sorted(place.iterdir()) == before
     return message_of(completed.returncode, completed.stdout, completed.stderr)
 
@@ -134,7 +134,7 @@ def test_every_text_reaches_the_commands_unchanged(place: Path, text: str) -> No
         ("sync", "SWEEP", "--sweep={}"),
         ("prune-runs", "LAST", "--last={}"),
     ):
-        arguments = handed_over(place, target, f"{variable}={text}")
+        arguments = record_slurm_arguments(place, target, f"{variable}={text}")
         assert pattern.format(text) in arguments, (target, variable, arguments)
     check_nothing_was_created(place)
 
@@ -142,7 +142,7 @@ def test_every_text_reaches_the_commands_unchanged(place: Path, text: str) -> No
 @pytest.mark.parametrize("target", COMMANDS)
 def test_every_setting_of_a_target_reaches_its_command(place: Path, target: str) -> None:
     variables = VARIABLES_BY_TARGET[target]
-    arguments = handed_over(place, target, *(f"{variable}=value-of-{variable}" for variable in variables))
+    arguments = record_slurm_arguments(place, target, *(f"{variable}=value-of-{variable}" for variable in variables))
     assert " ".join(arguments).startswith(target.replace("cluster-", "cluster "))
     for variable in variables:
         matches = [argument for argument in arguments if f"value-of-{variable}" in re.split("[= ]", argument)]
@@ -172,7 +172,7 @@ def test_help_names_the_settings_of_every_target() -> None:
 
 def test_every_verb_explains_its_settings() -> None:
     for verb, settings in VERBS.items():
-        completed = in_process.run_verb(verb, "--help")
+        completed = in_process_calls.call_verb(verb, "--help")
         assert completed.returncode == 0
         for setting in settings.settings:
             assert setting.help.split()[0] in completed.stdout
@@ -224,7 +224,7 @@ def test_several_targets_accept_the_settings_of_each(place: Path) -> None:
 
 
 def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
-    script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
+    write_script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
     for name in ("unit/test_fast.py", "cluster/test_slow.py"):
         file = place / "tests" / name
         file.parent.mkdir(parents=True)
@@ -301,7 +301,7 @@ def test_missing_name_lists_the_experiments(place: Path) -> None:
 
 
 def test_help_and_print_config(place: Path) -> None:
-    completed = in_process.run_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
+    completed = in_process_calls.call_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
     assert completed.returncode == 0
     assert "microbatches=4" in completed.stdout
     printed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
@@ -332,7 +332,7 @@ for words in (
     except UserError as error:
         print(error)
 """
-    env = environment(PYTHONPATH=f"{tmp_path / 'fake'}:{ROOT}")
+    env = make_environment(PYTHONPATH=f"{tmp_path / 'fake'}:{ROOT}")
     completed = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=env, capture_output=True, text=True, check=False
     )
@@ -360,7 +360,7 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
     assert config["launch"]["nodes"] == 2
     logs = (completed.folder.path / "attempts/0001/logs").glob("rank-*")
     assert {path.name for path in logs} == {"rank-0.log", "rank-1.log"}
-    assert not processes_of(str(place))
+    assert not find_processes(str(place))
 
 
 def test_numbers_of_hosts_are_passed_on_unchanged(place: Path) -> None:
@@ -406,7 +406,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) 
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "slurm", *arguments.split()]
-    env = environment(PYTHONPATH=str(ROOT))
+    env = make_environment(PYTHONPATH=str(ROOT))
     completed = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (completed.returncode, completed.stderr) == (status, b"")
@@ -428,14 +428,14 @@ def test_a_missing_run_is_refused_with_the_newest_runs(place: Path, verb: str) -
 # ---- setting up
 
 
-def set_up(place: Path, python: Path | str) -> Done:
+def set_up(place: Path, python: Path | str) -> FinishedRun:
     shutil.rmtree(place / ".venv", ignore_errors=True)
     return make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={python}")
 
 
 def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
     """A python without packages that answers the questions of the Makefile and makes a .venv without any download."""
-    return script(
+    return write_script(
         place.parent / "a folder/python",
         f"""case "$*" in
           *version_info*) exit {int(older)};;

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment
 from tests.harness.runs.synthetic_runs import Made
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
 def prune(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return in_process.run_verb("prune-runs", f"--runs-folder={runs}", *arguments)
+    return in_process_calls.call_verb("prune-runs", f"--runs-folder={runs}", *arguments)
 
 
 def files(folder: Path) -> set[str]:
@@ -52,7 +52,9 @@ def runs(tmp_path: Path) -> Path:
 
 def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
-    completed = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=environment())
+    completed = execution.execute_command(
+        [sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=make_environment()
+    )
     assert completed.returncode == 0, completed.stderr
     assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
     assert files(runs) == before

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.commands.processes import run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import run_experiment
 from tests.harness.pages.page_commands import PAGES, README, check_command, list_commands, make_runs
+from tests.harness.repository import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 HEADINGS = ["Question", "Answer", "Figure", "How it works", "Commands", "Results", "Limits", "Exercises"]
@@ -62,7 +62,7 @@ def test_the_page_for_choosing_a_technique_is_short_and_linked() -> None:
 
 
 def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) -> None:
-    done = run("mnist_pipeline", "data.name=digits", f"data.cache={cache}", "steps=20", runs=tmp_path)
+    done = run_experiment("mnist_pipeline", "data.name=digits", f"data.cache={cache}", "steps=20", runs=tmp_path)
     sample = re.search(r"```text\n(mnist_pipeline: .*?)```", TEXT, re.DOTALL)
     assert sample
 

@@ -18,8 +18,8 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
+from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import DAMAGES
 from tests.harness.runs.sweeps import DIVERGES, TINY, begin, cells, sweep, write
 from tests.harness.slurm.fake_slurm import Fake, call
@@ -27,7 +27,7 @@ from tests.harness.slurm.fake_slurm import Fake, call
 
 def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
     """Return the single line that refuses a sweep."""
-    completed = in_process.run_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
+    completed = in_process_calls.call_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
     assert completed.returncode == 2, completed.stdout
     assert completed.stderr.startswith("error: "), completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stderr
@@ -49,7 +49,7 @@ def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path
     assert failed["state"] == "failed"  # the loss is no number, as before
     assert failed["earlier"] == [runs[1]]
     assert failed["run"] != runs[1]
-    compared = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     for cell in (first, failed):
         assert cell["run"] in compared.stdout
@@ -98,7 +98,7 @@ def test_a_dry_run_lists_the_points_and_creates_nothing(tmp_path: Path, cache: P
     file = write(tmp_path, cache, points=points)
     (run,) = begin(tmp_path, points, "finished")
     before = sorted(tmp_path.rglob("*"))
-    completed = in_process.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
+    completed = in_process_calls.call_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
     assert sorted(tmp_path.rglob("*")) == before
@@ -119,7 +119,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
     fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
-    completed = in_process.run_verb(
+    completed = in_process_calls.call_verb(
         "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment()
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -141,7 +141,7 @@ def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
         arguments = ("--launch=slurm", f"--failed={failed}", "--", str(file))
-        completed = in_process.run_verb("sweep", *arguments, cwd=ROOT, **fake.environment())
+        completed = in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, **fake.environment())
         assert completed.returncode == 2
         assert "; 1 to run now" in completed.stdout
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
@@ -194,7 +194,7 @@ def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Pat
     sweep_record.write_bytes(content)
     for arguments in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; restore it, or delete it" in refused(file, *arguments)
-    completed = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
     assert completed.returncode == 2
     assert "sweep.json is damaged" in completed.stderr
     assert completed.stderr.count("\n") == 1
@@ -242,7 +242,7 @@ def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Pa
     Result("cancelled", 130).write(folder)
     before = folder.result
     fake.answer("sbatch", "echo refused >&2; exit 1")
-    completed = in_process.run_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
+    completed = in_process_calls.call_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
     assert completed.returncode == 2, completed.stdout + completed.stderr
     assert "refused" in completed.stderr, completed.stdout + completed.stderr
     assert before
@@ -263,7 +263,7 @@ def test_a_point_that_is_still_stopping_is_skipped(
         folder = RunFolder(tmp_path / "runs" / run)
         folder.claim_attempt(claim)
         Result("cancelled", 130).write(folder)
-        completed = in_process.run_verb("sweep", "--launch=local", "--", str(file))
+        completed = in_process_calls.call_verb("sweep", "--launch=local", "--", str(file))
         other.kill()
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "skipped    batch=32: " in completed.stdout

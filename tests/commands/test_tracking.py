@@ -28,8 +28,15 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from configs.shared import Wandb
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, command, environment, run, values_of, wait_until
+from tests.harness.commands import execution
+from tests.harness.commands.processes import (
+    FinishedRun,
+    make_environment,
+    make_run_command,
+    read_result_values,
+    run_experiment,
+    wait_until,
+)
 from tests.harness.environment.shared_results import make_once
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.runs.tracked_runs import (
@@ -64,7 +71,7 @@ def read_command_lines() -> bytes:
 
 @dataclasses.dataclass
 class Offline:
-    completed: Done
+    completed: FinishedRun
     command_lines: bytes
     """Command lines of all processes while the run was executed."""
     command_lines_in_training: bytes
@@ -80,10 +87,10 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
     def make(place: Path) -> None:
         data = ("data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30")
         tracking = ("wandb.tags=[mine]", "wandb.finish_timeout=200")
-        arguments = command("mnist_pipeline", *data, *tracking, runs=place / "run/my runs")
-        env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "run/home"))
-        env[warm.REAL] = "the test reads the command line of the tracker"
-        process = warm.Command(arguments, env=env)
+        arguments = make_run_command("mnist_pipeline", *data, *tracking, runs=place / "run/my runs")
+        env = make_environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "run/home"))
+        env[execution.NO_FORK_VARIABLE] = "the test reads the command line of the tracker"
+        process = execution.Command(arguments, env=env)
         command_lines: dict[str, bytes] = {"training": b"", "later": b""}
         while process.poll() is None:
             current = read_command_lines()
@@ -100,7 +107,7 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
 
     place = make_once(tmp_path_factory, "offline", make)
     output = read_json(place / "done.json")
-    completed = Done(output["status"], output["out"], "", place / "run/my runs")
+    completed = FinishedRun(output["status"], output["out"], "", place / "run/my runs")
     training = (place / "training").read_bytes()
     later = (place / "later").read_bytes()
     return Offline(completed, training + later, training, read_json(place / "records.json")["records"])
@@ -148,7 +155,7 @@ def test_summary_tags_and_config_are_complete(offline: Offline) -> None:
     assert tracked["run_id"] == status(folder)["id"]
     assert tracked["project"] == "distributed-experiments"
     assert set(tracked["tags"]) == {"mnist_pipeline", "data:digits", "world_size:2", "mine"}
-    result = {name: value for name, value in values_of(folder).items() if isinstance(value, int | float | str)}
+    result = {name: value for name, value in read_result_values(folder).items() if isinstance(value, int | float | str)}
     assert result.items() <= tracked["summary"].items()
     settings = yaml.safe_load((folder.path / "config.yaml").read_text())
     config = tracked["config"]
@@ -288,7 +295,9 @@ def test_the_model_is_an_artifact(offline: Offline) -> None:
 @pytest.mark.parametrize(("mode", "environ"), [("wandb.mode=disabled", ""), ("wandb.mode=offline", "disabled")])
 def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode: str, environ: str) -> None:
     settings = (*digits, "stages=1", "microbatches=1", "steps=3", mode)
-    completed = run("mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent))
+    completed = run_experiment(
+        "mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent)
+    )
     assert completed.status == 0, completed.err
     assert not (completed.folder.path / "wandb").exists()
     assert not (completed.folder.path / "attempts/0001/logs/tracker.log").exists()

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 
 WORLDS = [
     (1, "auto", ()),
@@ -23,5 +23,5 @@ WORLDS = [
 @pytest.mark.parametrize(("ranks", "transport", "cases"), WORLDS)
 def test_every_collective_equals_arithmetic(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), transport, *cases]
-    completed = warm.execute(argv, env=environment(), timeout=250)
+    completed = execution.execute_command(argv, env=make_environment(), timeout=250)
     assert completed.returncode == 0, completed.stderr

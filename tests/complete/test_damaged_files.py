@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.harness.commands.bad_input import BAD_VALUES
+from tests.harness.commands.bad_input import BAD_CONFIG_LINES
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.registry import REPLICATED
@@ -25,7 +25,7 @@ def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: M
     check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
 
 
-@pytest.mark.parametrize("word", draw_cases("bad values", BAD_VALUES, 15), ids=lambda word: word[:30])
+@pytest.mark.parametrize("word", draw_cases("bad values", BAD_CONFIG_LINES, 15), ids=lambda word: word[:30])
 def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) -> None:
     """Every command that reads runs reads it."""
     folder = Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import run_experiment
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.entry import Entry
 from tests.harness.experiments.registry import EXPERIMENTS, REPLICATED, STAGED
+from tests.harness.repository import ROOT
 
 NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
 EVALUATED: list[tuple[str, tuple[str, ...]]] = []
@@ -45,7 +45,7 @@ def run_program(path: Path, images: Tensor) -> Tensor:
 
 
 def export(folder: RunFolder, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return in_process.run_verb("export", *arguments, "--", str(folder.path))
+    return in_process_calls.call_verb("export", *arguments, "--", str(folder.path))
 
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
@@ -143,9 +143,9 @@ def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path
 def test_models_of_every_kind_of_training_are_evaluated(
     name: str, settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
-    completed = run(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
+    completed = run_experiment(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
-    evaluated = in_process.run_verb("evaluate", "--", str(completed.folder.path))
+    evaluated = in_process_calls.call_verb("evaluate", "--", str(completed.folder.path))
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
 
@@ -153,7 +153,7 @@ def test_models_of_every_kind_of_training_are_evaluated(
 def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
     name = "resnet_modelparallel"
     small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
-    first = run(name, *small, "steps=3", runs=tmp_path / "one")
+    first = run_experiment(name, *small, "steps=3", runs=tmp_path / "one")
     assert first.status == 0, first.err
     path = first.folder.path
     (checkpoint_folder,) = path.glob("attempts/0001/checkpoints/step-*")
@@ -163,14 +163,14 @@ def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], t
     unchanged = (*small, "steps=1", "optim.lr=0")  # the weights keep their initial values
     sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
     for number, source in enumerate(sources):
-        completed = run(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
+        completed = run_experiment(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
         assert completed.status == 0, completed.err
         state = load_file(completed.folder.path / "model.safetensors")
         for weight in expected:
             if weight.endswith("weight"):
                 assert torch.equal(state[weight], expected[weight]), weight
-    by_name = run(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
+    by_name = run_experiment(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
     assert by_name.status == 0, by_name.err
-    missing = run(name, *unchanged, "weights=nowhere", runs=tmp_path / "none")
+    missing = run_experiment(name, *unchanged, "weights=nowhere", runs=tmp_path / "none")
     assert missing.status == 2
     assert "weights=nowhere: no such file, checkpoint folder or run" in missing.err

@@ -11,11 +11,11 @@ from statistics import fmean
 import pytest
 
 from common.config import config
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import make_environment
 from tests.harness.environment.shared_results import make_once
 from tests.harness.experiments.loaded_modules import count_tokens
 from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.repository import ROOT
 
 TRAINED = {entry.name: entry.techniques for entry in EXPERIMENTS if entry.techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
@@ -34,7 +34,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
     def list_modules(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.harness.experiments.loaded_modules", str(folder), *arguments]
         completed = subprocess.run(
-            command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+            command, check=False, cwd=ROOT, env=make_environment(), capture_output=True, text=True, timeout=300
         )
         assert completed.returncode == 0, completed.stderr
 

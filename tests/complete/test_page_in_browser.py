@@ -15,7 +15,7 @@ import pytest
 from common.runs.compare import compare_page, metric_curves
 from common.runs.compare.compare_page import ComparedRun, TableCell
 from common.runs.compare.metric_curves import Curve, RunCurves
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.pages.browser import browser, requests, set_scheme, set_width
 from tests.harness.runs.synthetic_runs import write_six
 
@@ -116,7 +116,7 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(HOSTILE)}"))
     metrics = next(runs.glob("*-0002")) / "attempts" / "0001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"test_loss"', f'{json.dumps(HOSTILE)}: 2, "test_loss"'))
-    completed = in_process.run_verb("compare", f"--runs-folder={runs}")
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={runs}")
     assert completed.returncode == 0, completed.stderr
     page = runs / "compare.html"
     set_width(chrome, 1300)

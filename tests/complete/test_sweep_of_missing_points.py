@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.runs.sweeps import DIVERGES, begin, cells, sweep, write
 
 
@@ -33,7 +33,7 @@ def test_missing_points_are_run_and_failed_points_only_if_requested(tmp_path: Pa
     complete = sweep(file)
     assert complete.returncode == 0
     assert "0 to run now" in complete.stdout
-    compared = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     for cell in (first, failed, *others):
         assert cell["run"] in compared.stdout

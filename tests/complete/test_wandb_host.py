@@ -25,9 +25,9 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_run import load_run_config
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of, run, wait_until
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment, run_experiment, wait_until
+from tests.harness.repository import ROOT
 from tests.harness.runs import wandb_host
 from tests.harness.runs.long_runs import only_folder, train_long
 from tests.harness.runs.synthetic_runs import Made
@@ -63,7 +63,7 @@ class Host:
     @property
     def environment(self) -> dict[str, str]:
         account = {"HOME": str(self.folder), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
-        return environment(WANDB_ERROR_REPORTING="false", WANDB_MODE="offline", **account)
+        return make_environment(WANDB_ERROR_REPORTING="false", WANDB_MODE="offline", **account)
 
     def sent(self, part: str) -> list[Any]:
         """Return the requests to addresses that contain `part`."""
@@ -87,7 +87,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def call(module: str, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return warm.execute([sys.executable, "-m", module, *arguments], env=env, timeout=120)
+    return execution.execute_command([sys.executable, "-m", module, *arguments], env=env, timeout=120)
 
 
 def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
@@ -311,14 +311,14 @@ def test_a_run_trains_without_the_account(
     if host_name:
         env["WANDB_BASE_URL"] = hosts[host_name]
     settings = (*digits, "steps=5", "wandb.finish_timeout=200")
-    completed = run("mnist_pipeline", *settings, runs=tmp_path / "runs", timeout=250, **env)
+    completed = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs", timeout=250, **env)
     output = completed.out + completed.err
     assert completed.status == 0, output
     assert "Traceback" not in output, output
     assert "W&B: offline (" in output, output
     assert reason in output, output
     assert completed.folder.result["state"] == "finished"
-    assert not processes_of(str(tmp_path))
+    assert not find_processes(str(tmp_path))
     for path in completed.folder.path.rglob("*"):
         if path.is_file():
             assert KEY.encode() not in path.read_bytes(), path
@@ -346,10 +346,10 @@ def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
     with train_long("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
         folder = only_folder(runs)
         wait_until(lambda: len(folder.read_metrics()) > 100, "the run trains")
-        assert len(processes_of(str(runs))) >= 3  # launcher and two ranks
+        assert len(find_processes(str(runs))) >= 3  # launcher and two ranks
         process.kill()
         process.wait(MAX_SECONDS)
-        wait_until(lambda: not processes_of(str(runs)), "all processes have ended", MAX_SECONDS)
+        wait_until(lambda: not find_processes(str(runs)), "all processes have ended", MAX_SECONDS)
     assert not list(folder.path.glob("wandb/*run-*")), "W&B was started"
     preview = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
     assert "rows that W&B lacks will be read from metrics.jsonl" in preview.stdout
@@ -457,7 +457,9 @@ def test_a_failing_tracker_does_not_fail_the_run(tmp_path: Path, digits: tuple[s
     fake.parent.mkdir(parents=True)
     fake.write_text("raise OSError(28, 'No space left on device')\n")
     paths = os.pathsep.join([str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")])
-    completed = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
+    completed = run_experiment(
+        "mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths
+    )
     assert completed.status == 0, completed.err
     assert completed.folder.result["state"] == "finished"
     assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.out

@@ -30,8 +30,8 @@ from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import OPS, Config
 from experiments import collectives as script
 from slurm.launch import rerun
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run, values_of
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import read_result_values, run_experiment
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.resuming import cut_off, resume, trained_steps
@@ -180,7 +180,7 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     points = (f"ops=[{','.join(OPS)}]", "dtypes=[bfloat16,int64]", "sizes=[16]", "rounds=1")
     built_in = ("algorithms=[halving_doubling,star]", "transports=[memory]")
     quiet = ("plot=false", "launch.threads=1", "log.progress=none")
-    completed = run("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
+    completed = run_experiment("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
     assert completed.status == 0, completed.err
     measured = {(point["op"], point["side"]) for point in completed.result["points"]}
     expected = {("all_reduce", "star, memory")}
@@ -202,7 +202,7 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
 
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -> None:
     built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
-    completed = run("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
+    completed = run_experiment("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
     assert completed.status == 0, completed.err
     assert completed.result["exact_results"] == 20
     assert {point["side"] for point in completed.result["points"]} == {"gloo", "isend ring", "star, network"}
@@ -217,7 +217,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -
     assert "epoch" not in completed.out
     assert "data none" not in completed.out
     for verb in ("evaluate", "export"):
-        command = in_process.run_verb(verb, "--", str(completed.folder.path))
+        command = in_process_calls.call_verb(verb, "--", str(completed.folder.path))
         assert command.returncode == 2
         assert "collectives does not train a model; use another run" in command.stderr
 
@@ -226,7 +226,7 @@ def test_repeated_measurements_are_compared_by_their_exact_results(
     finished: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = finished(COLLECTIVES).folder
-    exact_results = values_of(first)["exact_results"]
+    exact_results = read_result_values(first)["exact_results"]
     again = RunFolder(shutil.copytree(first.path, tmp_path / first.path.name))
     assert rerun.compare_runs(first, again)
     assert capsys.readouterr().out == "result      bitwise equal: exact_results, data\n"
@@ -240,7 +240,9 @@ def test_repeated_measurements_are_compared_by_their_exact_results(
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     saving = ("checkpoint.every_steps=7", "checkpoint.every_seconds=0", "checkpoint.keep=9")
     quiet = ("algorithms=[]", "launch.threads=1", "log.progress=none")
-    uninterrupted = run("collectives", *COLLECTIVES.smallest, *saving, *quiet, runs=tmp_path / "whole").folder
+    uninterrupted = run_experiment(
+        "collectives", *COLLECTIVES.smallest, *saving, *quiet, runs=tmp_path / "whole"
+    ).folder
     folder = cut_off(uninterrupted, 21, tmp_path)  # within a round
     before = folder.read_metrics()[:21]
     for setting, message in (
@@ -260,7 +262,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     assert folder.read_metrics()[:21] == before
     column = "all_reduce float32 gloo"
     times = [row[column] for row in folder.read_metrics() if row.get("bytes") == 1024 and column in row]
-    points = {(point["op"], point["bytes"], point["side"]): point for point in values_of(folder)["points"]}
+    points = {(point["op"], point["bytes"], point["side"]): point for point in read_result_values(folder)["points"]}
     point = points["all_reduce", 1024, "gloo"]
     assert len(times) == 10, "the times of all rounds"
     assert point["least"] == min(times)

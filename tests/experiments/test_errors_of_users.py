@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, Done, environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, FinishedRun, make_environment
 from tests.harness.runs.long_runs import free_port
 
 
-def run_with_error(case: str, settings: tuple[str, ...], runs: Path, **variables: str) -> Done:
+def run_with_error(case: str, settings: tuple[str, ...], runs: Path, **variables: str) -> FinishedRun:
     """Run an experiment whose code raises an error (see tests/harness/commands/user_errors.py)."""
     argv = [sys.executable, "-m", "tests.harness.commands.user_errors", f"runs={runs}", *settings]
-    completed = warm.execute(argv, env=environment(ERROR_OF_USER=case, **variables), timeout=PATIENCE)
-    return Done(completed.returncode, completed.stdout, completed.stderr, runs)
+    completed = execution.execute_command(
+        argv, env=make_environment(ERROR_OF_USER=case, **variables), timeout=WAIT_TIMEOUT
+    )
+    return FinishedRun(completed.returncode, completed.stdout, completed.stderr, runs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

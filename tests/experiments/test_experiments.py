@@ -22,10 +22,11 @@ from common.config import config
 from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
-from tests.harness.commands.processes import Done, command, environment, run
-from tests.harness.commands.warm import ROOT, Command
+from tests.harness.commands.execution import Command
+from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command, run_experiment
 from tests.harness.environment.shared_results import Make, run_once
 from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
+from tests.harness.repository import ROOT
 from tests.harness.runs.resuming import trained_steps
 
 every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
@@ -36,7 +37,7 @@ archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry
 def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """The finished run of an experiment, repeated from its config; archetypes with a profile."""
 
-    def make(entry: Entry) -> Done:
+    def make(entry: Entry) -> FinishedRun:
         file = finished(entry).folder.path / "config.yaml"
         profile = 2 if entry in ARCHETYPES else 0
         arguments = ("--config", str(file), f"profile={profile}")
@@ -49,7 +50,7 @@ def test_the_list_is_complete() -> None:
     assert sorted(entry.name for entry in EXPERIMENTS) == config.list_experiments()
 
 
-def check_that_it_trains(entry: Entry, completed: Done) -> None:
+def check_that_it_trains(entry: Entry, completed: FinishedRun) -> None:
     """Check that the loss falls; for a new experiment, only that it is finite and that parameters change."""
     assert all(map(math.isfinite, completed.losses))
     if entry.learns_at_once:
@@ -138,7 +139,7 @@ def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_o
     entry: Entry, finished: Make, tmp_path: Path
 ) -> None:
     file = finished(entry).folder.path / "config.yaml"
-    other = run(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
+    other = run_experiment(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
     assert len(other.losses) == 40
     assert other.losses != finished(entry).losses
     assert "test accuracy" not in other.out
@@ -146,12 +147,14 @@ def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_o
 
 
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
-    arguments = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path)
+    arguments = make_run_command(
+        STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path
+    )
     arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
     completed = subprocess.run(
         ["script", "-qec", shlex.join(arguments), "/dev/null"],  # runs the command on a terminal
         cwd=ROOT,
-        env=environment(TERM="xterm", COLUMNS="120"),
+        env=make_environment(TERM="xterm", COLUMNS="120"),
         capture_output=True,
         text=True,
         timeout=120,
@@ -165,14 +168,14 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
 
 def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
     for option in ("--help", "--print-config"):
-        completed = run(STAGED.name, option, runs=tmp_path / "runs")
+        completed = run_experiment(STAGED.name, option, runs=tmp_path / "runs")
         assert completed.status == 0
         assert "batch" in completed.out
     assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) -> None:
-    process = Command(command(STAGED.name, "--help", runs=tmp_path), env=environment(), real=True)
+    process = Command(make_run_command(STAGED.name, "--help", runs=tmp_path), env=make_environment(), real=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.005)

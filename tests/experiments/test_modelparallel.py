@@ -29,7 +29,7 @@ from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import list_points, plot_times
 from experiments import resnet_modelparallel
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 
 NAME = "resnet_modelparallel"
 SMALL = ("width=4", "batch=16", "steps=4", "plot=false", "data.image_size=16", "data.samples=160", "launch.threads=1")
@@ -39,8 +39,8 @@ def load_settings(*settings: str) -> Config:
     return config.load_config(Config, settings, environ={})
 
 
-def train(tmp_path: Path, *settings: str) -> Done:
-    completed = run(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *settings, runs=tmp_path / "runs")
+def train(tmp_path: Path, *settings: str) -> FinishedRun:
+    completed = run_experiment(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *settings, runs=tmp_path / "runs")
     assert completed.status == 0, completed.err
     return completed
 
@@ -157,7 +157,7 @@ def test_settings_that_do_not_fit_the_model_or_the_machine_are_refused(tmp_path:
     }
     for settings, message in cases.items():
         quick = (*SMALL, f"data.cache={tmp_path / 'cache'}", *settings.split())
-        completed = run(NAME, *quick, runs=tmp_path / "runs")
+        completed = run_experiment(NAME, *quick, runs=tmp_path / "runs")
         assert completed.status == 2
         assert message in completed.err
         assert completed.err.count("\n") <= 2, completed.err
@@ -191,7 +191,7 @@ def test_the_loss_of_the_toy_is_the_squared_distance_from_random_targets() -> No
 # ---- where the model is split
 
 
-def list_first_layers(completed: Done) -> list[str]:
+def list_first_layers(completed: FinishedRun) -> list[str]:
     return [names[0] for names in completed.result["stages"]]
 
 
@@ -216,7 +216,7 @@ def test_the_split_is_measured_once_and_stored_beside_the_config(tmp_path: Path)
     assert stored_lines in text
     file.write_text(text.replace(stored_lines, "- relu\n- pool\n"))  # no measurement chooses these layers
     config_file = first.folder.path / "config.yaml"
-    repeated = run(NAME, "--config", str(config_file), runs=tmp_path / "again")
+    repeated = run_experiment(NAME, "--config", str(config_file), runs=tmp_path / "again")
     assert repeated.status == 0, repeated.err
     assert list_first_layers(repeated) == ["conv1", "relu", "pool"]
     assert repeated.losses == first.losses, "losses do not depend on the split"
@@ -248,7 +248,7 @@ def test_a_resume_with_other_settings_leaves_the_config_unchanged(tmp_path: Path
     texts = [file.read_text() for file in files]
     folder = first.folder.path
     (folder / "result.json").unlink()
-    resumed = run(NAME, "--resume", str(folder), "stages=3", "split=[]", runs=folder.parent)
+    resumed = run_experiment(NAME, "--resume", str(folder), "stages=3", "split=[]", runs=folder.parent)
     assert resumed.status == 0, resumed.err
     assert len(first.result["stages"]) == 3, "the result is that of the resumed run"
     assert [file.read_text() for file in files] == texts
@@ -394,7 +394,7 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
 
 def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.cache={tmp_path / 'cache'}", "sweep=true", "repeats=1", "split_sizes=[4,8]")
-    completed = run(NAME, *settings, runs=tmp_path / "runs", timeout=240)
+    completed = run_experiment(NAME, *settings, runs=tmp_path / "runs", timeout=240)
     assert completed.status == 0, completed.err
     (folder,) = (tmp_path / "runs/sweeps").iterdir()
     with open(folder / "table.csv") as file:

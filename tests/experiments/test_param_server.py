@@ -23,7 +23,7 @@ from common.runs.folder import MODEL_FILE, RunFolder, read_json
 from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.elastic.runs import list_changes, train_alone, train_like
 from tests.harness.environment.shared_results import run_once
 from tests.harness.experiments.registry import BY_NAME
@@ -38,7 +38,7 @@ Logs = list[list[dict[str, Any]]]
 
 
 @pytest.fixture
-def recorded(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Done:
+def recorded(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An asynchronous run whose servers recorded their events."""
     settings = ("mode=async", "model=mlp", "record=true", "compare=true")
     return run_once(tmp_path_factory, "async", "param_server", *quick, *SPREAD, *settings)
@@ -92,7 +92,7 @@ def flatten_mlp(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state[name].flatten() for name, _ in network.named_parameters()])
 
 
-def test_recorded_pushes_are_replayed_to_the_bit(recorded: Done) -> None:
+def test_recorded_pushes_are_replayed_to_the_bit(recorded: FinishedRun) -> None:
     assert recorded.status == 0, recorded.err
     folder = recorded.folder
     logs = read_logs(folder)
@@ -103,7 +103,7 @@ def test_recorded_pushes_are_replayed_to_the_bit(recorded: Done) -> None:
     assert torch.equal(replay_run(folder, logs), flatten_mlp(load_file(folder.path / MODEL_FILE)))
 
 
-def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Done) -> None:
+def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: FinishedRun) -> None:
     folder = recorded.folder
     count = WORKERS * SAVED_STEP
     logs_until_save = Logs()
@@ -119,7 +119,7 @@ def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Done) -
     assert torch.equal(replay_run(folder, logs_until_save), flatten_mlp(saved))
 
 
-def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: Done, tmp_path: Path) -> None:
+def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun, tmp_path: Path) -> None:
     folder = cut_off(recorded.folder, SAVED_STEP, tmp_path)
     completed = resume(BY_NAME["param_server"], folder)
     assert completed.returncode == 0, completed.stderr
@@ -133,7 +133,7 @@ def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: Done, tmp_pa
 @pytest.mark.parametrize("bound", [0, 1])
 def test_the_staleness_stays_within_its_bound(bound: int, quick: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("mode=bounded", f"staleness={bound}", "model=mlp", "plot=false")
-    completed = run("param_server", *quick, *SPREAD, *settings, runs=tmp_path)
+    completed = run_experiment("param_server", *quick, *SPREAD, *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
     assert completed.result["staleness_most"] <= bound
     assert completed.result["pushes"] == [WORKERS * STEPS] * SERVERS
@@ -141,7 +141,7 @@ def test_the_staleness_stays_within_its_bound(bound: int, quick: tuple[str, ...]
         assert row.get("staleness", 0) <= bound
 
 
-def test_the_report_contains_pushes_bytes_and_staleness(recorded: Done) -> None:
+def test_the_report_contains_pushes_bytes_and_staleness(recorded: FinishedRun) -> None:
     network = networks.build_network("mlp", (28, 28), 10)
     size = sum(parameter.numel() for parameter in network.parameters())
     shard_sizes = [size // 2, size - size // 2]

@@ -25,7 +25,7 @@ from common.techniques.data_parallel import device_report, single_process_baseli
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.dataparallel_cases import train_run
 from tests.harness.parity.reference import differences
@@ -62,7 +62,7 @@ def test_every_strategy_equals_one_process(cache: Path, tmp_path: Path) -> None:
         assert trained["state"].keys() == expected["state"].keys()
 
 
-def check_that_data_parallel_was_not_used(completed: Done) -> None:
+def check_that_data_parallel_was_not_used(completed: FinishedRun) -> None:
     """Check that a run of data_parallel on a single device says that it used the model unchanged."""
     assert "runs the model unchanged, like strategy=single" in completed.out
     assert "use strategy=ddp" in completed.out
@@ -114,7 +114,7 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it
     digits: tuple[str, ...], tmp_path: Path
 ) -> None:
     settings = ("compare=false", "loss_every=10", "data.train_limit=240", "epochs=2", "steps=25", "profile=4")
-    completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
+    completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
     printed = [float(number) for number in re.findall(r"running loss (\d+\.\d+)", completed.out)]
     expected = [fmean(completed.losses[:10]), fmean(completed.losses[15:20])]  # an epoch has 15 steps
@@ -132,7 +132,7 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it
 
 
 def test_the_compared_strategies_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
-    completed = run("resnet_dataparallel", *digits, *SMALL, "launch.device=cpu", "steps=15", runs=tmp_path)
+    completed = run_experiment("resnet_dataparallel", *digits, *SMALL, "launch.device=cpu", "steps=15", runs=tmp_path)
     assert completed.status == 0, completed.err
     result = completed.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
@@ -168,7 +168,7 @@ def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_pa
         save_images(tmp_path / "val" / colour, colour, 2)
     images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
     settings = ("launch.device=cpu", "batch=64", "epochs=2")
-    completed = run("resnet_dataparallel", *images, *SMALL, *settings, runs=tmp_path / "runs")
+    completed = run_experiment("resnet_dataparallel", *images, *SMALL, *settings, runs=tmp_path / "runs")
     assert completed.status == 0, completed.err
     assert completed.result["state"] == "finished"
     assert completed.result["compare"] == {}
@@ -179,7 +179,7 @@ def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_pa
 
 def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("launch.device=cpu", "sweep=true", "repeats=1", "steps=15")
-    completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
+    completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
     assert completed.status == 0, completed.err
     (folder,) = (tmp_path / "sweeps").iterdir()
     cells = read_json(folder / "sweep.json")["cells"]

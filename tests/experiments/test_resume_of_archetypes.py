@@ -14,7 +14,7 @@ import torch
 from common.checkpoint import storage
 from common.models import networks
 from common.runs.folder import RunFolder
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.experiments.registry import ARCHETYPES, REPLICATED, STAGED, Entry
 from tests.harness.runs.resuming import ALONE, STEPS, check_that_it_goes_on, cut_off, differences, resume, whole_run
 
@@ -54,7 +54,7 @@ def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
 
 
 def test_a_run_extended_at_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    folder = run(REPLICATED.name, *quick, ALONE, "steps=13", runs=tmp_path).folder
+    folder = run_experiment(REPLICATED.name, *quick, ALONE, "steps=13", runs=tmp_path).folder
     completed = resume(REPLICATED, folder, "steps=14")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert completed.stdout.count("epoch 1  step 13") == 1, completed.stdout + completed.stderr
@@ -72,7 +72,7 @@ def test_a_run_with_an_empty_config_is_not_resumed(tmp_path: Path) -> None:
 
 def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: Path, quick: tuple[str, ...]) -> None:
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
-    text = run("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
+    text = run_experiment("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
     (tmp_path / "mnist_pipeline-1-2-3/config.yaml").write_text(text)
     changes = ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other", "width=64")
     for change in changes:
@@ -83,7 +83,7 @@ def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: P
 
 def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick: tuple[str, ...]) -> None:
     settings = (*quick, "checkpoint.best=test_loss", "microbatches=2", "optim.decay=constant", ALONE)
-    uninterrupted = run(STAGED.name, *settings, runs=tmp_path / "whole")
+    uninterrupted = run_experiment(STAGED.name, *settings, runs=tmp_path / "whole")
     folder = cut_off(uninterrupted.folder, 27, tmp_path)  # between the evaluations of steps 26 and 30
     completed = resume(STAGED, folder, "optim.lr=0.5")
     assert completed.returncode == 0, completed.stderr
@@ -95,7 +95,7 @@ def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick
 
 
 def test_a_run_without_a_checkpoint_restarts_from_step_0(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    first = run("mnist_pipeline", *digits, "checkpoint.every_seconds=0", "steps=3", runs=tmp_path)
+    first = run_experiment("mnist_pipeline", *digits, "checkpoint.every_seconds=0", "steps=3", runs=tmp_path)
     (first.folder.path / "result.json").unlink()
     shutil.rmtree(first.folder.list_attempts()[0].attempt_folder / "checkpoints")
     completed = resume(STAGED, first.folder)
@@ -108,7 +108,7 @@ def test_a_resume_needs_the_initial_weights_only_without_a_checkpoint(tmp_path: 
     weights = tmp_path / "weights.pt"
     torch.save(networks.build_network("mlp", (28, 28), 10).state_dict(), weights)
     settings = (*quick, "model=mlp", "steps=9", f"weights={weights}", ALONE)
-    uninterrupted = run(REPLICATED.name, *settings, runs=tmp_path / "whole")
+    uninterrupted = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "whole")
     assert uninterrupted.status == 0, uninterrupted.err
     folder = cut_off(uninterrupted.folder, 6, tmp_path / "cut")
     weights.unlink()

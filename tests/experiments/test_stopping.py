@@ -6,7 +6,7 @@ import re
 import signal
 from pathlib import Path
 
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.experiments.registry import REPLICATED, STAGED
 from tests.harness.runs.long_runs import check_hanging_rank, check_notice, only_folder
 from tests.harness.runs.resuming import check_notice_in_evaluation
@@ -18,7 +18,7 @@ def test_replicas_save_and_exit_on_a_stop_request(tmp_path: Path, quick: tuple[s
 
 def test_a_hanging_stage_is_named(tmp_path: Path, quick: tuple[str, ...]) -> None:
     check_hanging_rank(STAGED, quick, tmp_path)
-    completed = in_process.run_verb("doctor", f"--run={only_folder(tmp_path).path}")
+    completed = in_process_calls.call_verb("doctor", f"--run={only_folder(tmp_path).path}")
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert re.search("likely cause  .*rank 1 on .* did not answer within 5 s", completed.stdout), completed.stdout
     assert "stuck at " in completed.stdout

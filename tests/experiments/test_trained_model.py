@@ -21,8 +21,8 @@ from common.models import model_file
 from common.runs import progress
 from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import trained_model
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import run_experiment
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.registry import REPLICATED, TRAINING, Entry
 from tests.harness.runs.resuming import resume
@@ -38,7 +38,7 @@ assert not {"common", "torch"} & set(sys.modules)
 
 
 def evaluate(folder: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
-    return in_process.run_verb("evaluate", *options, "--", str(folder.path))
+    return in_process_calls.call_verb("evaluate", *options, "--", str(folder.path))
 
 
 def copy(folder: RunFolder, target: Path) -> RunFolder:
@@ -163,11 +163,11 @@ def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:
         ({"arguments": None}, f"lacks the constructor arguments of {facts['class']}; add them"),
     ):
         write_json(folder.path / "model.json", facts | changes)
-        completed = in_process.run_verb("export", "--format=torch.export", "--", str(folder.path))
+        completed = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder.path))
         check_refusal(completed, message)
         assert completed.stderr.count("\n") == 1, completed.stderr
     assert message in evaluate(folder).stderr
-    completed = in_process.run_verb("export", "--", str(folder.path))
+    completed = in_process_calls.call_verb("export", "--", str(folder.path))
     assert completed.returncode == 0, completed.stderr
     assert str(folder.path / "model.safetensors") in completed.stdout
 
@@ -192,7 +192,7 @@ def test_a_model_is_evaluated_with_the_settings_of_the_newest_attempt(finished_c
     assert "not compared" in completed.stdout
     changes.write_text('{"data.test_limit": 3}')
     check_refusal(evaluate(folder), "changed.json is damaged, so the settings of its attempt are unknown")
-    check_refusal(in_process.run_verb("rerun", "--", str(folder.path)), "changed.json is damaged")
+    check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), "changed.json is damaged")
     check_refusal(resume(REPLICATED, folder, "steps=50"), "changed.json is damaged")
 
 
@@ -216,7 +216,7 @@ def read_losses(folder: RunFolder) -> list[float]:
 def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder) -> None:
     folder = finished_copy
     resume_command = ("exp", f"--resume={folder.path}", "--launch=local")
-    for completed in (resume(REPLICATED, folder), in_process.run_verb(*resume_command)):
+    for completed in (resume(REPLICATED, folder), in_process_calls.call_verb(*resume_command)):
         assert completed.returncode == 0
         assert f'make exp RESUME={folder.path.name} ARGS="steps=80"' in completed.stdout
     completed = resume(REPLICATED, folder, "steps=40")
@@ -225,7 +225,7 @@ def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder
 
     message = f"{folder.path.name} is finished: optim.lr 0.02 -> 5.0 has no effect; increase steps"
     check_refusal(resume(REPLICATED, folder, "optim.lr=5"), message)
-    check_refusal(in_process.run_verb(*resume_command, "--args=optim.lr=5"), message)
+    check_refusal(in_process_calls.call_verb(*resume_command, "--args=optim.lr=5"), message)
     with open(folder.path / "config.yaml") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # like another process that runs it
         completed = resume(REPLICATED, folder, "steps=50")
@@ -255,8 +255,8 @@ def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) ->
     assert 'ARGS="steps=100"' in completed.stdout, "twice the new number of steps"
 
     message = "was resumed with different settings (steps 40 -> 50)"
-    check_refusal(in_process.run_verb("rerun", "--", str(folder.path)), message)
-    repeated = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
+    check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), message)
+    repeated = run_experiment(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
     assert repeated.status == 2
     assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.err
     assert not (tmp_path / "again").exists()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.runs.folder import read_json
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment, run
+from tests.harness.commands import execution
+from tests.harness.commands.processes import FinishedRun, make_environment, run_experiment
 from tests.harness.environment.shared_results import run_once
 from tests.harness.experiments.registry import EXPERIMENTS, Entry
 from tests.harness.parity import ddp_cases, stage_cases
@@ -24,12 +24,12 @@ BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
 
 
-def read_world(completed: Done) -> dict[str, Any]:
+def read_world(completed: FinishedRun) -> dict[str, Any]:
     """Return world.json of the first attempt."""
     return read_json(completed.folder.list_attempts()[0].attempt_folder / "world.json")
 
 
-def check_equal_losses(trained: Done, single_process: Done) -> None:
+def check_equal_losses(trained: FinishedRun, single_process: FinishedRun) -> None:
     assert trained.status == 0, trained.err
     assert single_process.status == 0, single_process.err
     assert trained.losses == pytest.approx(single_process.losses, abs=TOLERANCE, rel=0)
@@ -41,11 +41,11 @@ def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...
     """A pure measurement itself compares its outputs with arithmetic."""
     model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
     settings = (*quick, *EXACT, *model)
-    two_ranks = run(entry.name, *settings, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
+    two_ranks = run_experiment(entry.name, *settings, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
     assert two_ranks.status == 0, two_ranks.err
     assert read_world(two_ranks)["backend"] == "builtin"
     if entry.trains:
-        single_process = run(entry.name, *settings, *entry.spread(1), runs=tmp_path / "one")
+        single_process = run_experiment(entry.name, *settings, *entry.spread(1), runs=tmp_path / "one")
         check_equal_losses(two_ranks, single_process)
 
 
@@ -74,7 +74,7 @@ def test_an_experiment_over_a_transport_equals_one_process(
     if transport == "two_level":  # two hosts with one rank each
         spread = tuple(setting.replace("processes_per_node=2", "processes_per_node=1") for setting in spread)
     single_process = run_once(tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.spread(1))
-    two_ranks = run(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
+    two_ranks = run_experiment(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
     check_equal_losses(two_ranks, single_process)
     world = read_world(two_ranks)
     assert world["backend"] == "builtin"
@@ -110,8 +110,8 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
     """Also ranks of simulated hosts, which do not share memory; no key is left."""
     settings = (*quick, *EXACT)
     tls = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=two_level", "launch.nodes=2")
-    four_ranks = run("ddp_multinode", *settings, *tls, "processes_per_node=2", runs=tmp_path / "four")
-    single_process = run("ddp_multinode", *settings, "processes_per_node=1", runs=tmp_path / "one")
+    four_ranks = run_experiment("ddp_multinode", *settings, *tls, "processes_per_node=2", runs=tmp_path / "four")
+    single_process = run_experiment("ddp_multinode", *settings, "processes_per_node=1", runs=tmp_path / "one")
     check_equal_losses(four_ranks, single_process)
     assert read_world(four_ranks)["tls"] is True
     for file in four_ranks.folder.path.rglob("*"):
@@ -122,5 +122,5 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ddp_and_its_hooks_equal_one_process(ranks: int) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), "auto", "ddp"]
-    completed = warm.execute(argv, env=environment())
+    completed = execution.execute_command(argv, env=make_environment())
     assert completed.returncode == 0, completed.stderr

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from common.training.optimizer_contract import CHECKS
 from configs.shared import OPTIMIZERS
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.custom_code.examples import write_example
 from tests.harness.custom_code.optimizers import Breach, write_own
 
@@ -22,7 +22,7 @@ LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
 
 def test_sharded_parameters_get_the_values_of_full_ones() -> None:
     command = [sys.executable, "-m", "tests.harness.ranks.sharded_optimizers", *OPTIMIZERS]
-    completed = warm.execute(command, env=environment())
+    completed = execution.execute_command(command, env=make_environment())
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert not completed.stdout, completed.stdout + completed.stderr
 
@@ -30,7 +30,7 @@ def test_sharded_parameters_get_the_values_of_full_ones() -> None:
 def check_optimizer(name: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Execute `check-optimizer`. Returns the process and the checks that passed."""
     command = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
-    completed = warm.execute(command, env=environment())
+    completed = execution.execute_command(command, env=make_environment())
     return completed, [line.removeprefix("ok  ") for line in completed.stdout.splitlines()]
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import FinishedRun, make_environment
 from tests.harness.pitfalls.ddp_pitfalls import made
 from tests.harness.pitfalls.host_pitfalls import SECONDS, refusal
 from tests.harness.pitfalls.rank_warnings import LOST, SAID, WARNED
 
 
-def execute(*arguments: str, runs: Path) -> Done:
-    completed = warm.execute([sys.executable, "-m", *arguments], env=environment())
+def execute(*arguments: str, runs: Path) -> FinishedRun:
+    completed = execution.execute_command([sys.executable, "-m", *arguments], env=make_environment())
     assert completed.returncode == 0, completed.stderr
-    return Done(completed.returncode, completed.stdout, completed.stderr, runs)
+    return FinishedRun(completed.returncode, completed.stdout, completed.stderr, runs)
 
 
 def test_a_loopback_address_is_another_on_each_host() -> None:

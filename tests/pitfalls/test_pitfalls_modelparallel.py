@@ -19,7 +19,7 @@ from common.models.networks import ResNet, SimpleNN
 from common.runs.folder import RunFolder
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.single_process import SingleProcessPipeline
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.environment.shared_results import Make
 from tests.harness.experiments.registry import BY_NAME
 
@@ -141,7 +141,9 @@ def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
 
     def compute_busy_share(mode: str) -> float:
         """Return the share of time in which a rank computes, summed over ranks."""
-        completed = run("resnet_modelparallel", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode)
+        completed = run_experiment(
+            "resnet_modelparallel", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode
+        )
         assert completed.status == 0, completed.err
         idle_shares = completed.result["idle_share"]
         return len(idle_shares) - sum(idle_shares)

@@ -10,7 +10,7 @@ from pathlib import Path
 from common.config import config
 from common.runs.folder import read_json
 from configs import ddp_multinode
-from tests.harness.commands.processes import PATIENCE, Done, processes_of, run
+from tests.harness.commands.processes import WAIT_TIMEOUT, FinishedRun, find_processes, run_experiment
 from tests.harness.experiments.registry import REPLICATED
 from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
@@ -29,10 +29,10 @@ def add_along_a_chain(ranks):
 BUILTIN = ("launch.backend=builtin", "launch.algorithm=tree")
 
 
-def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) -> Done:
+def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) -> FinishedRun:
     """Train three ranks to the end."""
     common = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin")
-    uninterrupted = run(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
     assert uninterrupted.status == 0, uninterrupted.err
     return uninterrupted
 
@@ -63,7 +63,7 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
 
 def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
-    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
+    completed = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
     assert completed.status == 0, completed.err
     algorithm = config.read_settings(completed.folder.path)["launch.algorithm"]
     assert algorithm != "auto"
@@ -83,12 +83,12 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: 
     timing = ("checkpoint.every_steps=3", "launch.step_timeout=600")
     with train_long(REPLICATED.name, *settings, *timing, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGKILL)
-        _, err = process.communicate(PATIENCE)
+        _, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == 128 + signal.SIGKILL
         assert "error: rank 1 (pid" in err
         assert "killed by SIGKILL" in err
         assert "Traceback" not in err
-    assert not processes_of(str(tmp_path))
+    assert not find_processes(str(tmp_path))
     folder = only_folder(tmp_path)
     steps = max(trained_steps(folder)) + 5
     resumed = resume(REPLICATED, folder, f"steps={steps}")

@@ -26,8 +26,8 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.shared import Checkpoint
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, draw_seed
 
 ROUNDS = 300 if os.environ.get(ALL_CASES_VARIABLE) else 100
@@ -270,7 +270,7 @@ def test_random_corruptions(world: World, undamaged_run: Path, tmp_path: Path) -
 
 def test_every_start_loads_the_newest_complete_checkpoint_after_kills_during_a_save(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks.checkpoint_cases", "kill", str(tmp_path), draw_seed("kills")]
-    completed = warm.execute(argv, env=environment())
+    completed = execution.execute_command(argv, env=make_environment())
     assert completed.returncode == 0, completed.stderr
     notes = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
     assert len(notes) == 21

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.checkpoint import storage
-from tests.harness.commands.processes import PATIENCE, processes_of, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, wait_until
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.experiments.registry import REPLICATED, STAGED
 from tests.harness.runs import claims_campaign
@@ -43,7 +43,7 @@ def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: 
         assert settings in refused.stderr, refused
         assert len(folder.list_attempts()) == 1
         folder.claim_attempt()  # as older versions do, or a host that sees neither lock nor process
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
     assert process.returncode == 2, out
     assert "test accuracy" not in out, out
     assert f"attempt 1 of {folder.path.name} was superseded by attempt 2; stopping without saving" in err
@@ -60,7 +60,7 @@ def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick
         folder = only_folder(runs)
         wait_until(lambda: storage.list_resumable_checkpoints(folder), "there is a checkpoint")
         folder.path.rename(away)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
     assert process.returncode == 2, out + err
     (line,) = err.strip().splitlines()
     assert line.startswith(f"error: {folder.path} was moved or deleted, so training stopped after step ")
@@ -70,4 +70,4 @@ def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick
     away.rename(folder.path)
     assert "WARNING" not in folder.list_attempts()[0].log_file(0).read_text()
     assert storage.list_resumable_checkpoints(folder)
-    assert not processes_of(str(tmp_path))
+    assert not find_processes(str(tmp_path))

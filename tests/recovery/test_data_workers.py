@@ -14,8 +14,9 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.diagnosis import collect_diagnosis
-from tests.harness.commands.processes import PATIENCE, environment, run, wait_until
-from tests.harness.commands.warm import ROOT, Command, end_session, execute
+from tests.harness.commands.execution import Command, execute_command, kill_session
+from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment, run_experiment, wait_until
+from tests.harness.repository import ROOT
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import numbers
 
@@ -41,33 +42,33 @@ def resume_command(folder: RunFolder) -> list[str]:
 
 def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = (*digits, *SETTINGS, f"steps={STEPS}")
-    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
     assert uninterrupted.status == 0, uninterrupted.err
 
     with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         signal_worker(process, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == EXIT_RESUMABLE, out + err
     folder = only_folder(tmp_path / "runs")
     newest_step = storage.list_resumable_checkpoints(folder)[0].step
     assert newest_step == count_steps(folder), "no step is lost, though the rank waits for a stopped worker"
     assert newest_step < STEPS
 
-    process = Command(resume_command(folder), env=environment(), session=True)
+    process = Command(resume_command(folder), env=make_environment(), session=True)
     try:
         wait_until(lambda: process.poll() is not None or count_steps(folder) > newest_step, "the run continues")
         signal_worker(process, signal.SIGKILL)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
     finally:
-        end_session(process.pid)
+        kill_session(process.pid)
     assert process.returncode == 1, out + err
     assert "was killed by SIGKILL" in err, err
     assert "data worker 0" in err, err
     assert "Traceback" not in err, err
     assert "resume with: make exp RESUME=" in err
 
-    completed = execute(resume_command(folder), env=environment(), timeout=120)
+    completed = execute_command(resume_command(folder), env=make_environment(), timeout=120)
     assert completed.returncode == 0, completed.stderr
     assert numbers(folder) == numbers(uninterrupted.folder)
 
@@ -92,7 +93,7 @@ def group() -> Iterator[Path]:
 def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits: tuple[str, ...], group: Path) -> None:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
     settings = (*digits, *SETTINGS, *epochs, "steps=0")
-    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
     assert uninterrupted.status == 0, uninterrupted.err
 
     with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
@@ -101,7 +102,7 @@ def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits:
         for pid in (process.pid, *ranks_of(process)):
             (group / "cgroup.procs").write_text(str(pid))
         (group / "pids.max").write_text("1")
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == 1, out + err
     (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
@@ -110,6 +111,6 @@ def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits:
     assert "resume with: make exp RESUME=" in err, err
 
     assert "no more threads or processes can be started; raise" in collect_diagnosis(folder)["cause"]
-    completed = execute(resume_command(folder), env=environment(), timeout=120)
+    completed = execute_command(resume_command(folder), env=make_environment(), timeout=120)
     assert completed.returncode == 0, completed.stderr
     assert numbers(folder) == numbers(uninterrupted.folder)

@@ -13,8 +13,8 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import BY_NAME
@@ -196,7 +196,7 @@ def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undistur
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
     """As while a rank copies its state. In a broadcast of gloo, the others would wait until the timeout."""
     command = [sys.executable, "-m", "tests.harness.ranks.interrupted_message", str(tmp_path)]
-    completed = warm.execute(command, env=environment(), timeout=60)
+    completed = execution.execute_command(command, env=make_environment(), timeout=60)
     assert "Connection" in completed.stdout, completed.stdout + completed.stderr
     assert "imed out" not in completed.stdout, completed.stdout + completed.stderr
 
@@ -204,7 +204,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: P
 def test_a_group_with_a_collective_that_never_ends_is_left_at_once(tmp_path: Path) -> None:
     """Destroying the group waits for the collective, which a rank that continues with others must not do."""
     command = [sys.executable, "-m", "tests.harness.ranks.unfinished_collective", str(tmp_path)]
-    completed = warm.execute(command, env=environment(), timeout=60)
+    completed = execution.execute_command(command, env=make_environment(), timeout=60)
     assert completed.stdout == "goes on\n", completed.stderr
 
 

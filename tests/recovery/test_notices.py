@@ -15,8 +15,15 @@ import pytest
 from common.checkpoint import storage
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
-from tests.harness.commands.processes import PATIENCE, command, environment, processes_of, run, wait_until
-from tests.harness.commands.warm import Command
+from tests.harness.commands.execution import Command
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    find_processes,
+    make_environment,
+    make_run_command,
+    run_experiment,
+    wait_until,
+)
 from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
 from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import check_notice_in_evaluation
@@ -48,7 +55,7 @@ def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: tuple[str, 
     with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
         folder = only_folder(tmp_path)
         assert cancel.cancel_run(folder).startswith("canceled process ")
-        process.communicate(PATIENCE)
+        process.communicate(WAIT_TIMEOUT)
     assert process.returncode == EXIT_RESUMABLE
     assert storage.list_resumable_checkpoints(folder)
     assert status.read_state(folder)[0] == "CANCELLED"
@@ -70,11 +77,11 @@ def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: tup
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(PATIENCE)  # less than the grace time and the step timeout
+        _, err = process.communicate(WAIT_TIMEOUT)  # less than the grace time and the step timeout
         assert process.returncode == 128 + signal.SIGINT
         assert "stopped by Ctrl-C" in err
         assert "Traceback" not in err
-        assert not processes_of(str(tmp_path))
+        assert not find_processes(str(tmp_path))
 
 
 def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(
@@ -84,11 +91,11 @@ def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(
     with train_long(REPLICATED.name, *settings, runs=tmp_path) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        process.communicate(PATIENCE)
+        process.communicate(WAIT_TIMEOUT)
         assert process.returncode not in (0, EXIT_RESUMABLE)
         log = only_folder(tmp_path).list_attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
-        assert not processes_of(str(tmp_path))
+        assert not find_processes(str(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
@@ -96,17 +103,17 @@ def test_a_stop_request_while_data_are_prepared_leaves_no_partial_files(number: 
     cache = tmp_path / "cache"
     runs = tmp_path / "runs"
     settings = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
-    process = Command(command(STAGED.name, *settings, runs=runs), env=environment(), session=True)
+    process = Command(make_run_command(STAGED.name, *settings, runs=runs), env=make_environment(), session=True)
     wait_until(lambda: list(cache.glob(".digits-*")), "the run prepares its data", pause=0.002)
     process.send_signal(number)
-    out, err = process.communicate(PATIENCE)
+    out, err = process.communicate(WAIT_TIMEOUT)
     expected_status = 128 + number if number == signal.SIGINT else -number
     assert process.returncode == expected_status
     assert "Traceback" not in err
     assert not runs.exists(), out + err
     assert not list(cache.glob("digits-*")), out + err
-    assert not processes_of(str(tmp_path)), out + err
-    completed = run(STAGED.name, *settings, runs=runs)
+    assert not find_processes(str(tmp_path)), out + err
+    completed = run_experiment(STAGED.name, *settings, runs=runs)
     assert completed.status == 0, completed.err
     assert len(completed.losses) == 3, completed.err
     assert not list(cache.glob(".digits-*")), "the next preparation deletes partial files"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.custom_code.examples import write_example
 from tests.harness.custom_code.optimizers import BREACHES, write_own
 from tests.harness.experiments.registry import REPLICATED
@@ -16,7 +16,7 @@ def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path
     decay_file = write_example(tmp_path, "halving.py")
     custom_code = (f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve")
     settings = (*quick, *custom_code, "optim.decayed=matrices", "optim.weight_decay=0.1", *REPLICATED.spread(2))
-    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs")
+    completed = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "runs")
     assert completed.status == 0, completed.err
     assert completed.losses[-1] < 0.9 * completed.losses[0]
     # the copies in alphabetical order: first the decay, then the optimizer
@@ -34,7 +34,7 @@ def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path
 def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits: tuple[str, ...]) -> None:
     breach = BREACHES["state elsewhere"]
     settings = (*digits, f"optim.name={write_own(tmp_path, breach)}", *REPLICATED.smallest)
-    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs")
+    completed = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "runs")
     (message,) = [line for line in completed.err.splitlines() if line.startswith("error: ")]
     assert completed.status == 2
     assert breach.told in message

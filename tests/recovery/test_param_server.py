@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 from common.checkpoint.storage import list_resumable_checkpoints
-from tests.harness.commands.processes import PATIENCE, processes_of, run, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, run_experiment, wait_until
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
 from tests.harness.runs.resuming import ALONE, differences, resume, trained_steps
@@ -21,18 +21,18 @@ def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: 
     with train_long(SERVED.name, *settings, "launch.step_timeout=600", runs=tmp_path / "killed") as process:
         wait_until(lambda: list_resumable_checkpoints(only_folder(tmp_path / "killed")), "a checkpoint is saved")
         os.kill(ranks_of(process)[1], signal.SIGKILL)
-        _, err = process.communicate(PATIENCE)
+        _, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == 128 + signal.SIGKILL
         assert "error: rank 1 (pid" in err, err
         assert "killed by SIGKILL" in err, err
         assert "Traceback" not in err, err
-    assert not processes_of(str(tmp_path))
+    assert not find_processes(str(tmp_path))
     folder = only_folder(tmp_path / "killed")
     steps = max(trained_steps(folder)) + 5
     resumed = resume(SERVED, folder, f"steps={steps}")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed from step" in resumed.stdout, resumed.stderr
-    uninterrupted = run(SERVED.name, *settings, f"steps={steps}", runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment(SERVED.name, *settings, f"steps={steps}", runs=tmp_path / "uninterrupted")
     assert uninterrupted.status == 0, uninterrupted.err
     assert trained_steps(folder) == list(range(1, steps + 1))
     assert differences(folder, uninterrupted.folder) == []

@@ -10,8 +10,8 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.member import STUCK_REASON
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.resuming import resume
@@ -144,7 +144,7 @@ def test_a_message_that_breaks_off_in_its_middle_is_noticed(side: str, tmp_path:
         folder = tmp_path / str(number)
         folder.mkdir()
         command = [sys.executable, "-m", "tests.harness.ranks.param_server_interrupted_message", side, str(folder)]
-        completed = warm.execute(command, env=environment(), timeout=100)
+        completed = execution.execute_command(command, env=make_environment(), timeout=100)
         if completed.stdout != "it came\n":
             break
     assert float(completed.stdout) < 20, completed.stderr

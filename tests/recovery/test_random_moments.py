@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment
 from tests.harness.environment.randomness import open_stream
 from tests.harness.runs import random_stops
 from tests.harness.runs.random_stops import Trial, trials
@@ -27,10 +27,10 @@ def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> No
 def test_a_failed_trial_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(root: Path, place: Path, *, real: bool) -> warm.Command:
-        return warm.Command(["sleep", "60"], env=environment(MARK=str(place)), real=True)
+    def start(root: Path, place: Path, *, real: bool) -> execution.Command:
+        return execution.Command(["sleep", "60"], env=make_environment(MARK=str(place)), real=True)
 
-    def stop(process: warm.Command, trial: Trial) -> None:
+    def stop(process: execution.Command, trial: Trial) -> None:
         raise OSError("of the run\nno space left")
 
     monkeypatch.setattr(random_stops, "start", start)
@@ -44,4 +44,4 @@ def test_a_failed_trial_does_not_affect_the_next_one(
     assert reports_failure == [False, True, True, False, False]
     assert lines[3].startswith("2 trials: 2 different or failed")
     assert str(tmp_path) in lines[4]
-    assert not processes_of(str(tmp_path)), "a process of a failed trial is left"
+    assert not find_processes(str(tmp_path)), "a process of a failed trial is left"

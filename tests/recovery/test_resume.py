@@ -15,11 +15,11 @@ import pytest
 from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment, run_experiment
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
+from tests.harness.repository import ROOT
 from tests.harness.runs.long_runs import only_folder
 from tests.harness.runs.resuming import (
     ALONE,
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_bitwise_equal(
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
-    uninterrupted = run(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
     assert uninterrupted.status == 0, uninterrupted.err
     check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
@@ -93,7 +93,7 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     steps = 20
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
     settings = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
-    uninterrupted = run(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
     assert uninterrupted.status == 0, uninterrupted.err
     folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
@@ -111,7 +111,7 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
 def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
-    completed = run(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
+    completed = run_experiment(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
     assert completed.status == 0, completed.err
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert len(evaluations) == 8
@@ -129,7 +129,7 @@ def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tu
     runs = tmp_path / "uninterrupted"
     argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", "settling", script]
     settings = [*quick, *REPLICATED.spread(4), f"runs={runs}"]
-    warm.execute([*argv, *settings], env=environment(), check=True)
+    execution.execute_command([*argv, *settings], env=make_environment(), check=True)
     uninterrupted = only_folder(runs)
     folder = cut_off(uninterrupted, 9, tmp_path / "cut")
     resumed = resume(REPLICATED, folder, careless="settling")
@@ -147,7 +147,7 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     options = [f"--resume={folder.path}", "--launch=local", "--args=stages=1", "--", ""]
     argv = [sys.executable, "-m", "slurm", "exp", *options]
 
-    resumed = warm.execute(argv, env=environment())
+    resumed = execution.execute_command(argv, env=make_environment())
     assert resumed.returncode == 0, resumed.stderr
     assert "code of the first start\n" in resumed.stdout
     assert "resumed from step 9" in resumed.stdout
@@ -157,6 +157,6 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     assert changed == {"stages": ["2", "1"]}
     assert trained_steps(folder) == list(range(1, STEPS + 1))
 
-    resumed_again = warm.execute(argv, env=environment())
+    resumed_again = execution.execute_command(argv, env=make_environment())
     assert resumed_again.returncode == 0
     assert "is finished" in resumed_again.stdout

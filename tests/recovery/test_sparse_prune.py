@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from tests.harness.commands.processes import PATIENCE, processes_of, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, wait_until
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.long_runs import only_folder, train_long
 from tests.harness.runs.resuming import resume, trained_steps
@@ -23,11 +23,11 @@ def test_a_stop_request_while_the_model_is_exported_loses_nothing(tmp_path: Path
     with train_long("sparse_prune", *settings, runs=runs, PYTHONPATH=str(site)) as process:
         wait_until(lambda: export_started.exists() or process.poll() is not None, "the model is exported")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
     folder = only_folder(runs)
     assert process.returncode == 128 + signal.SIGINT, out + err
     assert "Traceback" not in err, out + err
-    assert not processes_of(str(tmp_path))
+    assert not find_processes(str(tmp_path))
     last_row = folder.read_metrics()[-1]
     resumed = resume(BY_NAME["sparse_prune"], folder, "export=false", "int8=false")
     assert resumed.returncode == 0, resumed.stderr

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment, processes_of
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import FinishedRun, find_processes, make_environment
+from tests.harness.repository import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class BadInputCase:
     """A run with a mistake, or on a bad disk. In `words` and `parts`, {place} is the case's folder."""
 
     name: str
@@ -41,7 +41,7 @@ class Case:
     """Part of another line of a failed run's output."""
 
 
-def file(name: str, text: str) -> Callable[[Path, Path], None]:
+def make_file_writer(name: str, text: str) -> Callable[[Path, Path], None]:
     def setup(place: Path, cache: Path) -> None:
         (place / name).write_text(text)
 
@@ -51,49 +51,62 @@ def file(name: str, text: str) -> Callable[[Path, Path], None]:
 # ---- settings
 
 
-def settings(name: str, *arguments: str, parts: tuple[str, ...]) -> Case:
-    return Case(name, arguments, parts)
+def make_settings_case(name: str, *arguments: str, parts: tuple[str, ...]) -> BadInputCase:
+    return BadInputCase(name, arguments, parts)
 
 
-SETTINGS = [
-    settings("unknown key", "epoch=3", parts=("unknown key epoch", "did you mean epochs?")),
-    settings("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
-    settings("elastic stages", "elastic=true", parts=("unknown key elastic", "resumes from its last checkpoint")),
-    settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
-    settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
-    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "expected an integer")),
-    settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
-    settings("no such optimizer", "optim.name=sdg", parts=("optim.name=sdg", "sgd, adam, adamw, lars, lamb or FILE")),
-    settings(
+SETTINGS_CASES = [
+    make_settings_case("unknown key", "epoch=3", parts=("unknown key epoch", "did you mean epochs?")),
+    make_settings_case("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
+    make_settings_case(
+        "elastic stages", "elastic=true", parts=("unknown key elastic", "resumes from its last checkpoint")
+    ),
+    make_settings_case("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
+    make_settings_case("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
+    make_settings_case("number without end", "seed=" + "9" * 5000, parts=("seed=9", "expected an integer")),
+    make_settings_case("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
+    make_settings_case(
+        "no such optimizer", "optim.name=sdg", parts=("optim.name=sdg", "sgd, adam, adamw, lars, lamb or FILE")
+    ),
+    make_settings_case(
         "no file of an optimizer", "optim.name=no.py:Own", parts=("optim.name=no.py:Own", "existing FILE.py:Class")
     ),
-    settings("no file of a decay", "optim.decay=no.py:f", parts=("optim.decay=no.py:f", "existing FILE.py:function")),
-    settings("no such decay", "optim.decay=sine", parts=("optim.decay=sine", "linear, cosine, constant, step or FILE")),
+    make_settings_case(
+        "no file of a decay", "optim.decay=no.py:f", parts=("optim.decay=no.py:f", "existing FILE.py:function")
+    ),
+    make_settings_case(
+        "no such decay", "optim.decay=sine", parts=("optim.decay=sine", "linear, cosine, constant, step or FILE")
+    ),
     *(
-        settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
+        make_settings_case(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
         for key in ("batch", "stages", "microbatches", "epochs", "eval_batch", "launch.nodes", "stages_per_process")
     ),
-    settings("negative steps", "steps=-1", parts=("steps=-1", "int >= 0")),
-    settings("more stages than layers", "stages=4", parts=("stages=4", "3 layers", "at most 3")),
-    settings("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
-    settings("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
-    settings("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
-    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= must not be empty",)) for key in ("runs", "data.cache")),
-    settings("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
-    settings("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
-    settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
-    settings("project that W&B rejects", "wandb.project=a/b", parts=("wandb.project=a/b", "128")),
-    settings("empty tag", "wandb.tags=[a,,b]", parts=("wandb.tags", "1 to 64")),
-    settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "configuration file not found")),
-    settings("--config is a folder", "--config=/", parts=("/: cannot be read",)),
+    make_settings_case("negative steps", "steps=-1", parts=("steps=-1", "int >= 0")),
+    make_settings_case("more stages than layers", "stages=4", parts=("stages=4", "3 layers", "at most 3")),
+    make_settings_case("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
+    make_settings_case("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
+    make_settings_case("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
+    *(
+        make_settings_case(f"no {key}", f"{key}=", parts=(f"{key}= must not be empty",))
+        for key in ("runs", "data.cache")
+    ),
+    make_settings_case("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
+    make_settings_case("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
+    make_settings_case("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
+    make_settings_case("project that W&B rejects", "wandb.project=a/b", parts=("wandb.project=a/b", "128")),
+    make_settings_case("empty tag", "wandb.tags=[a,,b]", parts=("wandb.tags", "1 to 64")),
+    make_settings_case(
+        "no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "configuration file not found")
+    ),
+    make_settings_case("--config is a folder", "--config=/", parts=("/: cannot be read",)),
     dataclasses.replace(
-        settings("WANDB_MODE unknown", parts=("auto, online, offline, disabled, got sometimes",)),
+        make_settings_case("WANDB_MODE unknown", parts=("auto, online, offline, disabled, got sometimes",)),
         env=(("WANDB_MODE", "sometimes"),),
     ),
 ]
 
-BAD_VALUES = [
-    *(case.words[0] for case in SETTINGS if len(case.words) == 1 and re.fullmatch(r"[a-z_.]+=.*", case.words[0])),
+BAD_CONFIG_LINES = [
+    *(case.words[0] for case in SETTINGS_CASES if len(case.words) == 1 and re.fullmatch(r"[a-z_.]+=.*", case.words[0])),
     *("data.name=..", "runs=/proc/x", "width=1e9", "schedule=no.py:f", "optim={a: 1}", "seed=[1, 2]", "x: {"),
 ]
 """Lines for a configuration file: `key=value`, and one that is not YAML."""
@@ -102,11 +115,11 @@ BAD_VALUES = [
 # ---- disks
 
 
-ESSENTIAL = ("disk: full while starting", "disk: full for a while")
+FAST_SUITE_CASE_NAMES = ("disk: full while starting", "disk: full for a while")
 """The disks that `make test` tests. `make test-all` tests the others."""
 
 
-def images(place: Path, cache: Path) -> None:
+def write_image_folder(place: Path, cache: Path) -> None:
     """Create an image folder of four images."""
     for part in ("train", "val"):
         for colour in ("red", "blue"):
@@ -114,55 +127,68 @@ def images(place: Path, cache: Path) -> None:
             Image.new("RGB", (9, 9), colour).save(place / "images" / part / colour / "0.png")
 
 
-MOUNT = "mount -t tmpfs -o size={size} tmpfs disk"
-FILL = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
-LONG = ("width=1024", "batch=512", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
-START_TRAINING = (
+MOUNT_COMMAND = "mount -t tmpfs -o size={size} tmpfs disk"
+FILL_DISK_COMMAND = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
+LONG_RUN_SETTINGS = ("width=1024", "batch=512", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
+START_TRAINING_LINES = (
     "run > output & started=$!",
     "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1",
 )
-LIST_LEFT_FILES = "find disk -mindepth 1 | sed 's/^/left /'"
+LIST_REMAINING_FILES = "find disk -mindepth 1 | sed 's/^/left /'"
 
 
-def disk(name: str, *arguments: str, parts: tuple[str, ...], shell: tuple[str, ...]) -> Case:
-    return Case(name, arguments, parts, disk="\n".join(shell))
+def make_disk_case(name: str, *arguments: str, parts: tuple[str, ...], shell: tuple[str, ...]) -> BadInputCase:
+    return BadInputCase(name, arguments, parts, disk="\n".join(shell))
 
 
-DISKS = [
-    Case("runs: under a file", ("runs={place}/taken/x",), ("taken/x", "is a file"), setup=file("taken", "")),
-    disk(
+DISK_CASES = [
+    BadInputCase(
+        "runs: under a file", ("runs={place}/taken/x",), ("taken/x", "is a file"), setup=make_file_writer("taken", "")
+    ),
+    make_disk_case(
         "disk: full",
         "runs=disk/runs",
         parts=("cannot write disk/runs", "disk is full"),
-        shell=(MOUNT.format(size="64k"), FILL, "run", "rm disk/zeros", f"{LIST_LEFT_FILES} | grep -v 'runs$'"),
+        shell=(
+            MOUNT_COMMAND.format(size="64k"),
+            FILL_DISK_COMMAND,
+            "run",
+            "rm disk/zeros",
+            f"{LIST_REMAINING_FILES} | grep -v 'runs$'",
+        ),
     ),
-    disk(
+    make_disk_case(
         "disk: full while starting",
         "runs=disk",
         parts=("cannot write disk/mnist_pipeline-", "disk is full"),
-        shell=(MOUNT.format(size="64k"), "run", LIST_LEFT_FILES),
+        shell=(MOUNT_COMMAND.format(size="64k"), "run", LIST_REMAINING_FILES),
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: full from the middle of training on",
             "runs=disk",
-            *LONG,
+            *LONG_RUN_SETTINGS,
             "checkpoint.every_steps=20",
             parts=("metrics.jsonl", "disk is full"),
-            shell=(MOUNT.format(size="16M"), *START_TRAINING, FILL, "wait $started; status=$?; cat output"),
+            shell=(
+                MOUNT_COMMAND.format(size="16M"),
+                *START_TRAINING_LINES,
+                FILL_DISK_COMMAND,
+                "wait $started; status=$?; cat output",
+            ),
         ),
         remedy="to restart from step 0: make exp RESUME=",
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: full for a while",
             "runs=disk",
-            *LONG,
+            *LONG_RUN_SETTINGS,
             parts=("metrics are buffered in memory", "rows 60"),
             shell=(
-                MOUNT.format(size="24M"),
-                *START_TRAINING,
-                FILL,
+                MOUNT_COMMAND.format(size="24M"),
+                *START_TRAINING_LINES,
+                FILL_DISK_COMMAND,
                 "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl output; do sleep 0.1; done 2> /dev/null",
                 "rm disk/zeros",
                 "wait $started; status=$?; cat output; mkdir -p runs; cp -r disk/* runs",
@@ -172,7 +198,7 @@ DISKS = [
         status=0,
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: files of a limited size",
             *("runs=runs", "checkpoint.every_steps=1"),
             parts=("could not be saved: rank 0 on ", "File too large", "raise ulimit -f"),
@@ -180,14 +206,14 @@ DISKS = [
         ),
         remedy="to restart from step 0: make exp RESUME=",
     ),
-    disk(
+    make_disk_case(
         "disk: full while preparing",
         "data.cache=disk/cache",
         parts=("cannot write disk/cache", "free up space"),
-        shell=(MOUNT.format(size="1M"), "run", f"{LIST_LEFT_FILES} | grep -v -e 'cache$' -e 'lock$'"),
+        shell=(MOUNT_COMMAND.format(size="1M"), "run", f"{LIST_REMAINING_FILES} | grep -v -e 'cache$' -e 'lock$'"),
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: too small for an image folder",
             *("data.name=imagefolder", "data.root=images", "data.cache=disk/cache", "data.image_size=1024"),
             parts=(
@@ -195,22 +221,22 @@ DISKS = [
                 "1 MB are free; lower data.image_size",
                 "data.cache",
             ),
-            shell=(MOUNT.format(size="1M"), "run", f"{LIST_LEFT_FILES} | grep -v -e 'cache$' -e 'lock$'"),
+            shell=(MOUNT_COMMAND.format(size="1M"), "run", f"{LIST_REMAINING_FILES} | grep -v -e 'cache$' -e 'lock$'"),
         ),
-        setup=images,
+        setup=write_image_folder,
         experiment="ddp_multinode",
     ),
-    disk(
+    make_disk_case(
         "disk: read-only",
         "runs=disk/runs",
         parts=("cannot write disk/runs", "disk is read-only"),
-        shell=(MOUNT.format(size="64k") + " -o ro", "run"),
+        shell=(MOUNT_COMMAND.format(size="64k") + " -o ro", "run"),
     ),
 ]
 
 
 @functools.cache
-def namespace() -> tuple[list[str], str]:
+def find_namespace_command() -> tuple[list[str], str]:
     """Return a command that gives a program its own mounts, and an error message if there is none."""
     errors = []
     for command in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
@@ -225,7 +251,7 @@ def namespace() -> tuple[list[str], str]:
     return [], "; ".join(errors)
 
 
-def execute_case(case: Case, place: Path, cache: Path) -> Done:
+def execute_case(case: BadInputCase, place: Path, cache: Path) -> FinishedRun:
     """Prepare the folder of a case and execute the run until it ends."""
     case.setup(place, cache)
     (place / "disk").mkdir()
@@ -237,23 +263,23 @@ def execute_case(case: Case, place: Path, cache: Path) -> Done:
     cwd = ROOT
     if case.disk:
         run_function = f"run() {{ {shlex.join(command)}; status=$?; return $status; }}"
-        command = [*namespace()[0], "sh", "-c", f"{run_function}\n{case.disk}\nexit $status\n"]
+        command = [*find_namespace_command()[0], "sh", "-c", f"{run_function}\n{case.disk}\nexit $status\n"]
         cwd = place
-    env = environment(HOME=str(place / "home"), **dict(case.env))
-    process = warm.execute(command, cwd=cwd, env=env, timeout=200)
-    return Done(process.returncode, process.stdout, process.stderr, place / "runs")
+    env = make_environment(HOME=str(place / "home"), **dict(case.env))
+    process = execution.execute_command(command, cwd=cwd, env=env, timeout=200)
+    return FinishedRun(process.returncode, process.stdout, process.stderr, place / "runs")
 
 
-def check(case: Case, place: Path, cache: Path) -> None:
+def check_case(case: BadInputCase, place: Path, cache: Path) -> None:
     """Execute a case. Check the message and the exit status, and that no file or process is left."""
-    if case.disk and namespace()[1]:
-        pytest.skip(f"NOT TESTED, no mount namespace can be created: {namespace()[1]}")
+    if case.disk and find_namespace_command()[1]:
+        pytest.skip(f"NOT TESTED, no mount namespace can be created: {find_namespace_command()[1]}")
     process = execute_case(case, place, cache)
     output = process.out + process.err
     lines = output.splitlines()
     assert "Traceback" not in output, output
     assert process.status == case.status, output
-    assert not processes_of(str(place))
+    assert not find_processes(str(place))
     assert case.remedy in output
     assert output.count("WARNING: ") <= 1, output
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from slurm.__main__ import translate_target
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import environment, script
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import make_environment, write_script
+from tests.harness.repository import ROOT
 
 
 def copy_checkout(place: Path, *additional_folders: str) -> Path:
@@ -20,33 +20,33 @@ def copy_checkout(place: Path, *additional_folders: str) -> Path:
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, place)
-    script(place / ".venv/bin/python", f'PYTHONPATH="{place}" exec "{sys.executable}" "$@"')
+    write_script(place / ".venv/bin/python", f'PYTHONPATH="{place}" exec "{sys.executable}" "$@"')
     (place / ".venv/.ready").touch()
     return place
 
 
-def handed_over(place: Path, *make_arguments: str) -> list[str]:
+def record_slurm_arguments(place: Path, *make_arguments: str) -> list[str]:
     """Return the arguments of `python -m slurm` that `make` with these arguments executes."""
-    script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > arguments; env -0 > environ")
+    write_script(place / ".venv/bin/python", "printf '%s\\0' \"$@\" > arguments; env -0 > environ")
     argv = ["make", *make_arguments]
     process = subprocess.run(
-        argv, cwd=place, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        argv, cwd=place, env=make_environment(), capture_output=True, text=True, timeout=60, check=False
     )
     assert process.returncode == 0, process.stderr
-    python_arguments = read_list(place / "arguments")
+    python_arguments = take_null_separated(place / "arguments")
     assert python_arguments[:3] == ["-m", "slurm", "--make"]
     assert len(python_arguments) == 4
-    variables = dict(line.split("=", 1) for line in read_list(place / "environ"))
+    variables = dict(line.split("=", 1) for line in take_null_separated(place / "environ"))
     return translate_target(python_arguments[3], variables)
 
 
-def read_list(file: Path) -> list[str]:
+def take_null_separated(file: Path) -> list[str]:
     """Return the strings in a file, each followed by a zero byte, and delete the file."""
     text = file.read_bytes().decode(errors="surrogateescape")
     file.unlink()
     return text.split("\0")[:-1]
 
 
-def call(place: Path, *make_arguments: str) -> subprocess.CompletedProcess[str]:
+def call_target(place: Path, *make_arguments: str) -> subprocess.CompletedProcess[str]:
     """Execute the command behind a target in this process, in make's folder."""
-    return in_process.run_verb(*handed_over(place, *make_arguments), cwd=place)
+    return in_process_calls.call_verb(*record_slurm_arguments(place, *make_arguments), cwd=place)

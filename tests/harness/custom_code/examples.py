@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 EXAMPLES = ("shapes.py", "lion.py", "halving.py")
 

@@ -29,9 +29,9 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from common.techniques.elastic.member import STUCK_REASON
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of, run
-from tests.harness.commands.warm import Command
+from tests.harness.commands import execution
+from tests.harness.commands.execution import Command
+from tests.harness.commands.processes import find_processes, make_environment, run_experiment
 from tests.harness.elastic.runs import SMALL, differences
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS
@@ -240,7 +240,7 @@ def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: P
     elastic_settings = ("elastic=true", f"elastic.timeout={pace.timeout}", SETUP)
     arguments = (f"{case.name}+slow", "", f"runs={place}", *settings, *elastic_settings)
     process = Command(
-        [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=environment(), session=True
+        [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=make_environment(), session=True
     )
     target = Target(process, place)
     try:
@@ -254,12 +254,12 @@ def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: P
     except AssertionError as error:
         case.problem = f"FAILED: {error}"
     finally:
-        warm.end_session(process.pid)
+        execution.kill_session(process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         if case.problem:
             print(process.out + process.err, file=sys.stderr, flush=True)
-        for pid in processes_of(str(place)):
+        for pid in find_processes(str(place)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     case.seconds = time.monotonic() - started
@@ -308,7 +308,7 @@ def list_settings(name: str, cache: Path, pace: Pace) -> tuple[str, ...]:
 
 def train_undisturbed(name: str, cache: Path, runs: Path) -> RunFolder:
     """Train a run on one rank without faults."""
-    process = run(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
+    process = run_experiment(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
     assert process.status == 0, process.err
     return process.folder
 

@@ -11,8 +11,8 @@ import pytest
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from common.techniques.elastic.member import STUCK_REASON
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import FinishedRun, make_environment
 from tests.harness.environment.shared_results import run_once
 from tests.harness.experiments.registry import BY_NAME
 from tests.harness.runs.resuming import resume
@@ -25,11 +25,11 @@ SMALL = (
 )
 
 
-def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> Done:
+def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> FinishedRun:
     """Train with `faults` as described in tests/harness/elastic/faults.py."""
     command = [sys.executable, "-m", "tests.harness.elastic.faults", name, faults, f"runs={runs}", *SMALL, *settings]
-    process = warm.execute(command, env=environment(), timeout=120)
-    return Done(process.returncode, process.stdout, process.stderr, runs)
+    process = execution.execute_command(command, env=make_environment(), timeout=120)
+    return FinishedRun(process.returncode, process.stdout, process.stderr, runs)
 
 
 def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:

@@ -8,12 +8,13 @@ import random
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
+
+from tests.harness.repository import ROOT
 
 Case = TypeVar("Case")
 
-ROOT = Path(__file__).resolve().parents[3]
+
 SEED_VARIABLE = "TEST_SEED"
 ALL_CASES_VARIABLE = "ALL_CASES"
 """Environment variable that `make verify` sets: lists of cases are executed whole."""

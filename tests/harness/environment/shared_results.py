@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.experiments.registry import Entry
 
-Make = Callable[[Entry], Done]
+Make = Callable[[Entry], FinishedRun]
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
@@ -46,14 +46,14 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
-def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> Done:
+def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> FinishedRun:
     """Return a run of an experiment that several tests read. None of them may change its folder."""
 
     def make(folder: Path) -> None:
-        finished = run(name, *settings, runs=folder / "my runs")
+        finished = run_experiment(name, *settings, runs=folder / "my runs")
         record = dataclasses.asdict(finished) | {"runs": str(finished.runs), "command": [name, *settings]}
         (folder / "done.json").write_text(json.dumps(record))
 
     record = json.loads((make_once(factory, key, make) / "done.json").read_text())
     assert record["command"] == [name, *settings], f"{key} is the key of another run"
-    return Done(record["status"], record["out"], record["err"], Path(record["runs"]))
+    return FinishedRun(record["status"], record["out"], record["err"], Path(record["runs"]))

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from tests.benchmarks import tables
 from tests.benchmarks.__main__ import all_parts
-from tests.harness.commands import make_targets, warm
-from tests.harness.commands.processes import applicable, environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution, make_targets
+from tests.harness.commands.processes import make_environment, select_applicable_settings
 from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS
+from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import Made
 
 PAGES = tables.list_pages()
@@ -95,9 +95,9 @@ def execute_target(arguments: list[str], place: Path, runs: Path) -> subprocess.
     arguments = [re.sub("<id>", lambda _: next(ids), argument) for argument in arguments]
     if shlex.join(arguments) in WITH_REAL_MAKE:
         return subprocess.run(
-            arguments, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=place, env=make_environment(), capture_output=True, text=True, timeout=120, check=False
         )
-    return make_targets.call(place, *arguments[1:])
+    return make_targets.call_target(place, *arguments[1:])
 
 
 def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Path) -> None:
@@ -133,6 +133,6 @@ def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.
         settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
         settings.append("launch.threads=1")  # another worker uses the other core
         name = Path(arguments[1]).stem
-        small_settings = [*applicable(name, settings), *BY_NAME[name].page_settings]
+        small_settings = [*select_applicable_settings(name, settings), *BY_NAME[name].page_settings]
         script = [str(ROOT / arguments[1])]
-    return warm.execute([sys.executable, *script, *arguments[2:], *small_settings], env=environment())
+    return execution.execute_command([sys.executable, *script, *arguments[2:], *small_settings], env=make_environment())

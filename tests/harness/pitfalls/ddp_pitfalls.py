@@ -30,8 +30,8 @@ from common.techniques.data_parallel import ddp
 from configs.ddp_multinode import Config
 from configs.shared import Launch
 from experiments import ddp_multinode
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 
 SECONDS = 2.0
 """Time limit of a collective."""
@@ -169,7 +169,7 @@ def torchs_norm() -> Any:
 def made(*names: str, module: str = "ddp_pitfalls", **variables: str) -> dict[str, Any]:
     """Execute functions of a module of tests/harness that make mistakes; return the results by name."""
     command = [sys.executable, "-m", f"tests.harness.pitfalls.{module}", *names]
-    process = warm.execute(command, env=environment(**variables), timeout=250)
+    process = execution.execute_command(command, env=make_environment(**variables), timeout=250)
     assert process.returncode == 0, process.stderr
     return dict(json.loads(process.stdout.splitlines()[-1]))
 

@@ -25,8 +25,9 @@ from pathlib import Path
 from common.data.prepare import prepare_digits
 from common.runs.folder import RunFolder
 from slurm.reports import status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import command, environment, processes_of, wait_until
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment, make_run_command, wait_until
+from tests.harness.repository import ROOT
 from tests.harness.slurm.site import Site, folder, up
 
 NAME = "mnist_pipeline"
@@ -62,20 +63,22 @@ class LocalPlace:
         self.runs = scratch / "runs"
         self.cache = scratch / "cache"
         prepare_digits(self.cache)
-        self.env = environment()
+        self.env = make_environment()
 
     def start(self) -> Done:
         settings = (*RUN_SETTINGS, f"steps={STEPS}", "data.name=digits", f"data.cache={self.cache}")
-        return warm.execute(command(NAME, *settings, runs=self.runs), env=self.env, timeout=PATIENCE)
+        return execution.execute_command(
+            make_run_command(NAME, *settings, runs=self.runs), env=self.env, timeout=PATIENCE
+        )
 
     def resume(self, run: RunFolder, draw: random.Random) -> Done:
-        script = [sys.executable, str(warm.ROOT / "experiments" / f"{NAME}.py"), "--resume", str(run.path)]
+        script = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(run.path)]
         verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
-        return warm.execute(draw.choice([script, script, verb]), env=self.env, timeout=PATIENCE)
+        return execution.execute_command(draw.choice([script, script, verb]), env=self.env, timeout=PATIENCE)
 
     def cancel(self, run: RunFolder) -> Done:
         verb = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
-        return warm.execute(verb, env=self.env, timeout=PATIENCE)
+        return execution.execute_command(verb, env=self.env, timeout=PATIENCE)
 
     def read_state(self, run: RunFolder) -> str:
         return status.read_state(run)[0]
@@ -130,7 +133,7 @@ class Case:
             time.sleep(delay)
             self.call_later("cancel", 0.0, run).join()
             starter.join()
-            wait_until(lambda: not processes_of(str(run.path)), "the run has stopped", PATIENCE)
+            wait_until(lambda: not find_processes(str(run.path)), "the run has stopped", PATIENCE)
             delay = 0.0
         threads = [starter]
         for name in self.commands:
@@ -168,7 +171,7 @@ class Case:
     def wait_for_end(self, run: RunFolder) -> None:
         try:
             wait_until(lambda: self.place.read_state(run) in status.FINAL_STATES, "the run has ended", PATIENCE, 0.3)
-            wait_until(lambda: not processes_of(str(run.path)), "all its processes have exited", PATIENCE, 0.3)
+            wait_until(lambda: not find_processes(str(run.path)), "all its processes have exited", PATIENCE, 0.3)
         except TimeoutError as error:
             self.problems.append(str(error))
 

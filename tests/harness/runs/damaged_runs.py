@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.folder import RunFolder
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import Made
 
 FILES = (
@@ -132,7 +132,7 @@ def call_all(run: Path) -> None:
         commands[name] = [argument.replace("{}", str(run)) for argument in template.split(" ")]
 
     for name, arguments in commands.items():
-        process = in_process.run_verb(*arguments)
+        process = in_process_calls.call_verb(*arguments)
         assert process.returncode in (0, 1, 2, 3), (name, process)
         errors = [line for line in process.stderr.splitlines() if not line.startswith("WARNING")]
         assert len(errors) <= 1, (name, process.stderr)
@@ -140,6 +140,6 @@ def call_all(run: Path) -> None:
         if process.returncode == 2:
             assert errors and errors[0].startswith("error: "), (name, process.stderr)
         assert compute_digests(runs) == digests, f"{name} has written into a run"
-    table = in_process.run_verb("status", runs_option).stdout
+    table = in_process_calls.call_verb("status", runs_option).stdout
     assert "ddp_multinode-2026" in table, "the undamaged run is missing in the table"
     assert "FINISHED" in table

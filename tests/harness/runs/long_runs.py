@@ -14,15 +14,15 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.heartbeats import read_heartbeats
+from tests.harness.commands.execution import Command, kill_session
 from tests.harness.commands.processes import (
-    PATIENCE,
-    command,
-    environment,
-    processes_of,
+    WAIT_TIMEOUT,
+    find_processes,
+    make_environment,
+    make_run_command,
     read_forked_command,
     wait_until,
 )
-from tests.harness.commands.warm import Command, end_session
 from tests.harness.environment.randomness import open_stream
 from tests.harness.experiments.registry import Entry
 
@@ -32,14 +32,16 @@ ENDLESS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
 @contextlib.contextmanager
 def train_long(name: str, *settings: str, runs: Path, real: bool = False, **env: str) -> Iterator[Command]:
     """Start an experiment in a new session and wait for its first row. Its processes are killed after the block."""
-    process = Command(command(name, *settings, runs=runs), env=environment(**env), session=True, real=real)
+    process = Command(
+        make_run_command(name, *settings, runs=runs), env=make_environment(**env), session=True, real=real
+    )
     try:
         wait_until(lambda: has_rows(runs) or process.poll() is not None, "the run trains")
         assert process.poll() is None, process.out + process.err
         yield process
     finally:
-        end_session(process.pid)
-        process.wait(PATIENCE)
+        kill_session(process.pid)
+        process.wait(WAIT_TIMEOUT)
 
 
 def has_rows(runs: Path) -> bool:
@@ -75,7 +77,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
     with train_long(entry.name, *quick, *entry.spread(2), *ENDLESS, runs=runs) as process:
         time.sleep(open_stream(f"{entry.name}-{number.name}").random())
         process.send_signal(number)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         is_interrupt = number == signal.SIGINT
         assert process.returncode == (128 + number if is_interrupt else EXIT_RESUMABLE), out + err
         assert "Traceback" not in err, err
@@ -87,7 +89,7 @@ def check_notice(entry: Entry, number: signal.Signals, quick: tuple[str, ...], r
         assert [beat.step for beat in beats] == [checkpoint.step] * 2, "the doctor must show the newest step"
         assert folder.result["state"] == ("cancelled" if is_interrupt else "preempted"), folder.result
         assert not list(folder.path.rglob("failure-*.json")), "a stop request is not a failure"
-        assert not processes_of(str(runs))
+        assert not find_processes(str(runs))
 
 
 def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds: int = 5) -> None:
@@ -95,10 +97,10 @@ def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds
     settings = (*quick, *entry.spread(2), *ENDLESS, f"launch.step_timeout={seconds}")
     with train_long(entry.name, *settings, runs=runs) as process:
         os.kill(ranks_of(process)[1], signal.SIGSTOP)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == 1, out + err
         assert "rank 1 on" in err, err
         assert f"did not answer within {seconds} s" in err, err
         log_of_rank_0 = only_folder(runs).list_attempts()[0].log_file(0)
         assert "most recent call first" in log_of_rank_0.read_text()
-        assert not processes_of(str(runs))
+        assert not find_processes(str(runs))

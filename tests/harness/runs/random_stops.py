@@ -25,10 +25,10 @@ import numpy as np
 from PIL import Image
 
 from common.runs.folder import RunFolder
-from tests.harness.commands import warm
-from tests.harness.commands.processes import command, environment, processes_of
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment, make_run_command
 from tests.harness.environment.randomness import open_stream
+from tests.harness.repository import ROOT
 from tests.harness.runs.resuming import differences
 
 CLASSES = 10
@@ -76,14 +76,14 @@ def make_images(root: Path, count: int) -> None:
             image.save(root / part / f"class-{label}" / f"{number}.jpg", quality=80)
 
 
-def start(root: Path, place: Path, *, real: bool) -> warm.Command:
-    argv = command(NAME, *SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs")
-    return warm.Command(argv, env=environment(), session=True, real=real)
+def start(root: Path, place: Path, *, real: bool) -> execution.Command:
+    argv = make_run_command(NAME, *SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs")
+    return execution.Command(argv, env=make_environment(), session=True, real=real)
 
 
 def resume(folder: RunFolder) -> None:
     argv = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(folder.path)]
-    process = warm.execute(argv, env=environment(), timeout=600)
+    process = execution.execute_command(argv, env=make_environment(), timeout=600)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
@@ -126,7 +126,7 @@ def execute_trial(root: Path, complete_run: RunFolder, place: Path, number: sign
     try:
         stop(process, trial)
         trial.reached = describe_progress(place)
-        assert not processes_of(str(place)), "a process has outlived the run"
+        assert not find_processes(str(place)), "a process has outlived the run"
         if trial.reached == "preparing":
             run_to_the_end(root, place)
             assert not list((place / "cache").glob(".imagefolder-*")), "partly written arrays were not deleted"
@@ -139,13 +139,13 @@ def execute_trial(root: Path, complete_run: RunFolder, place: Path, number: sign
         last_line = lines[-1] if lines else ""
         trial.problem = f"FAILED: {type(error).__name__}: {last_line}"
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        for pid in processes_of(str(place)):
+        for pid in find_processes(str(place)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return trial
 
 
-def stop(process: warm.Command, trial: Trial) -> None:
+def stop(process: execution.Command, trial: Trial) -> None:
     """Send the signal of a trial at its moment, and wait for the end of the run."""
     time.sleep(trial.moment)
     started = time.monotonic()

@@ -16,12 +16,12 @@ import torch
 from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, Done, environment, wait_until
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, FinishedRun, make_environment, wait_until
 from tests.harness.environment.randomness import open_stream
 from tests.harness.environment.shared_results import run_once
 from tests.harness.experiments.registry import Entry
+from tests.harness.repository import ROOT
 from tests.harness.runs.long_runs import only_folder, train_long
 
 STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after every third step
@@ -29,7 +29,7 @@ ALONE = "launch.threads=1"  # several threads wait actively for each other and s
 COLUMNS = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
 
 
-def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int) -> Done:
+def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int) -> FinishedRun:
     """Return an uninterrupted run on `ranks` ranks, executed once for all tests, which must not change its folder."""
     name = f"whole-{entry.name}-{ranks}"
     run = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
@@ -64,7 +64,7 @@ def resume(
     prefix = ["-m", "tests.harness.runs.dropped_protection", careless] if careless else []
     script = str(ROOT / "experiments" / f"{entry.name}.py")
     argv = [sys.executable, *prefix, script, "--resume", str(folder.path), *arguments]
-    return warm.execute(argv, env=environment(), real=real)
+    return execution.execute_command(argv, env=make_environment(), real=real)
 
 
 def numbers(folder: RunFolder) -> list[tuple[Any, ...]]:
@@ -123,7 +123,7 @@ def differences(run: RunFolder, other_run: RunFolder) -> list[str]:
 
 
 def check_that_it_goes_on(
-    entry: Entry, complete_run: Done, name: str, place: Path, *arguments: str, real: bool = False
+    entry: Entry, complete_run: FinishedRun, name: str, place: Path, *arguments: str, real: bool = False
 ) -> RunFolder:
     """Interrupt a run after a random saved step, resume it, and compare it with the complete run to the bit."""
     (attempt,) = complete_run.folder.list_attempts()
@@ -150,7 +150,7 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
         wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")
         process.send_signal(signal.SIGUSR2)
         started = time.monotonic()
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         seconds = time.monotonic() - started
     assert process.returncode == EXIT_RESUMABLE, out + err
     assert "stopped on request; checkpoint saved at step 20" in out, out + err

@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from common.runs.folder import read_json, write_json
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.runs.synthetic_runs import Made
 
 DIVERGES = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}  # with a learning rate of 100
@@ -32,9 +32,9 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
 
 
 def sweep(file: Path, *options: str, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """Execute the command, as a fork of the warm server if not `real`. Its runs are separate processes."""
+    """Execute the command, as a fork of the fork server if not `real`. Its runs are separate processes."""
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *options, "--", str(file)]
-    return warm.execute(argv, env=environment(), timeout=200, real=real)
+    return execution.execute_command(argv, env=make_environment(), timeout=200, real=real)
 
 
 def cells(file: Path) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from common.runs.folder import RunFolder, read_json
 from common.runs.tracking.wandb_process import NO_HOST
 from common.runs.tracking.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
 from common.runs.tracking.wandb_run import load_run_config
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of, wait_until
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment, wait_until
 from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 
 SECRET = "5ec" + "0" * 36 + "7"  # the length of a W&B key
@@ -29,7 +29,7 @@ def inspect(folder: RunFolder, *options: str, place: str = "") -> str:
     """Return the output of `wandb leet inspect` for a run: for the folder `place`, or for the newest one."""
     tool = str(Path(sys.executable).with_name("wandb"))
     argv = [tool, "leet", "inspect", "--json", *options, place or status(folder)["dir"]]
-    env = environment(HOME=str(folder.path.parent))
+    env = make_environment(HOME=str(folder.path.parent))
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
@@ -76,13 +76,13 @@ def track(
     settings["wandb"] |= changes
     (folder.path / "config.yaml").write_text(yaml.safe_dump(settings))
     online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": SECRET} if url else {}
-    env = environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
+    env = make_environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
     del env["WANDB_MODE"]
     started = time.monotonic()
     process = run_tracking(folder, "online" if url else "offline", env)
     if process.returncode == NO_HOST:
         run_tracking(folder, "offline", env)
-    wait_until(lambda: not processes_of(str(place)), "all processes have exited")
+    wait_until(lambda: not find_processes(str(place)), "all processes have exited")
     return folder, time.monotonic() - started
 
 
@@ -92,7 +92,7 @@ def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subproces
     arguments = (str(folder.path), str(folder.number), mode, seconds)
     argv = [sys.executable, "-m", "common.runs.tracking.wandb_process", *arguments]
     tracking_env = {name: value for name, value in env.items() if name != "WANDB_MODE"}
-    return warm.execute(argv, env=tracking_env, timeout=100)
+    return execution.execute_command(argv, env=tracking_env, timeout=100)
 
 
 def chosen_rows(folder: RunFolder) -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ def offline_history(folder: RunFolder) -> list[dict[str, Any]]:
 
 def kill_rank(
     number: int, settings: tuple[str, ...], place: Path, seconds: float
-) -> tuple[warm.Command, RunFolder, int]:
+) -> tuple[execution.Command, RunFolder, int]:
     """Kill a rank of a run that is tracked offline, wait for its processes, and return process, folder and pid."""
     env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(place)}
     with train_long("mnist_pipeline", *settings, runs=place / "runs", **env) as process:
@@ -127,7 +127,7 @@ def kill_rank(
         os.kill(pid, signal.SIGKILL)
 
         def has_exited() -> bool:
-            return process.poll() is not None and not processes_of(str(place))
+            return process.poll() is not None and not find_processes(str(place))
 
         wait_until(has_exited, "all processes have exited", seconds)
     return process, folder, pid

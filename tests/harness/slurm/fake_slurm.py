@@ -11,9 +11,9 @@ from unittest import mock
 
 from slurm.__main__ import main as slurm_main
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment
+from tests.harness.repository import ROOT
 
 
 class Fake:
@@ -44,13 +44,15 @@ class Fake:
         path = f"{self.bin}:{Path(sys.executable).parent}:/usr/bin:/bin"
         missing_cluster = str(self.bin.parent / "no-cluster")
         variables = {"PATH": path, "SLURM_CONF": str(self.conf), "CLUSTER_DIR": missing_cluster}
-        return environment(**variables | extra)
+        return make_environment(**variables | extra)
 
 
 def call(fake: Fake, module: str, *arguments: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
     """Execute a module of the sources in the folder `source`, by default of this checkout."""
     command = [sys.executable, "-m", module, *arguments]
-    return warm.execute(command, cwd=source, env=fake.environment(PYTHONPATH=str(source), **env), timeout=60)
+    return execution.execute_command(
+        command, cwd=source, env=fake.environment(PYTHONPATH=str(source), **env), timeout=60
+    )
 
 
 def call_here(
@@ -58,7 +60,7 @@ def call_here(
 ) -> subprocess.CompletedProcess[str]:
     """Call a command in this process without cached outputs of the scheduler. A fork would take 0.4 s more."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
-        return in_process.call(main, *arguments, cwd=ROOT, **fake.environment(**env))
+        return in_process_calls.call_main(main, *arguments, cwd=ROOT, **fake.environment(**env))
 
 
 def report(fake: Fake, *arguments: str) -> subprocess.CompletedProcess[str]:

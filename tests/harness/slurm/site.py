@@ -17,8 +17,13 @@ from common.runs.folder import RunFolder
 from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.commands.processes import applicable, environment, processes_of, wait_until
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import (
+    find_processes,
+    make_environment,
+    select_applicable_settings,
+    wait_until,
+)
+from tests.harness.repository import ROOT
 
 # before a command whose time is measured, because other tests run at the same time; only root may raise the priority
 FIRST = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
@@ -36,7 +41,7 @@ class Site:
         self.prefix = prefix
         self.checkout = folder / "checkout"
         self.runs = folder / "runs"
-        self.env = environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(self.checkout))
+        self.env = make_environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(self.checkout))
         for name in provenance.list_source_files():
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.checkout / name)
@@ -55,7 +60,7 @@ class Site:
     def settings(self, runs: str, *additional: str, name: str = "mnist_pipeline") -> str:
         """Return the option --args of a small run on the digits."""
         settings = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
-        return "--args=" + " ".join(applicable(name, [*settings, *additional]))
+        return "--args=" + " ".join(select_applicable_settings(name, [*settings, *additional]))
 
     def submit(
         self, name: str, runs: str, *settings: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
@@ -102,7 +107,7 @@ class Site:
 
     def gone(self, folder: RunFolder, seconds: float = 30) -> None:
         """Wait until all processes of a run have exited."""
-        until("all processes have exited", lambda: not processes_of(str(folder.path)), seconds)
+        until("all processes have exited", lambda: not find_processes(str(folder.path)), seconds)
 
 
 @contextlib.contextmanager
@@ -113,7 +118,7 @@ def up(site: Site, *options: str) -> Iterator[Site]:
         yield site
     finally:
         site.call("slurm", "cluster", "down")
-    assert not processes_of(str(site.folder))
+    assert not find_processes(str(site.folder))
 
 
 @contextlib.contextmanager

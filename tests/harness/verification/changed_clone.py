@@ -16,9 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import make_environment
 from tests.harness.environment.randomness import open_stream
+from tests.harness.repository import ROOT
 from tests.harness.verification.delete_technique import DELETABLE, delete_technique, list_committed_files
 
 PYTEST = (".venv/bin/python", "-m", "pytest")
@@ -38,7 +38,7 @@ def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
 def start_command(command: tuple[str, ...], clone: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start a command in the clone without the options of an outer pytest. Its output goes to the log."""
     with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=clone, env=environment(PYTEST_ADDOPTS=""), stdout=file, stderr=file)
+        return subprocess.Popen(command, cwd=clone, env=make_environment(PYTEST_ADDOPTS=""), stdout=file, stderr=file)
 
 
 def check_clone(clone: Path) -> dict[str, str]:

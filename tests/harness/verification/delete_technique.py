@@ -23,8 +23,8 @@ from pathlib import Path
 from common.runs.folder import write_json
 from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import tables
-from tests.harness.commands.warm import ROOT
 from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.repository import ROOT
 
 DELETABLE = {entry.own_technique: entry.name for entry in EXPERIMENTS if entry.own_technique}
 """Each technique that can be deleted, with its experiment."""

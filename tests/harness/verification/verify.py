@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from common.runs.folder import read_json, write_json
 from common.system.errors import UserError, exit_on_user_error
-from tests.harness.commands.warm import ROOT
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE
+from tests.harness.repository import ROOT
 from tests.harness.verification.delete_technique import DELETABLE
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "verify.json"

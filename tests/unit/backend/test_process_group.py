@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment, processes_of
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, make_environment
 from tests.harness.ranks.backend_calls import CASES
 
 
 def run_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a case of tests/harness/ranks/launch_cases.py on three ranks, and check that all of them exit."""
     command = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(folder), "builtin"]
-    process = warm.execute(command, env=environment(), timeout=PATIENCE)
-    assert not processes_of(str(folder))
+    process = execution.execute_command(command, env=make_environment(), timeout=WAIT_TIMEOUT)
+    assert not find_processes(str(folder))
     return process
 
 
@@ -30,7 +30,7 @@ def run_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
 )
 def test_collectives_return_the_computed_values(ranks: int, transport: str, cases: Iterable[str]) -> None:
     command = [sys.executable, "-m", "tests.harness.ranks.backend_calls", str(ranks), transport, *cases]
-    process = warm.execute(command, env=environment())
+    process = execution.execute_command(command, env=make_environment())
     assert process.returncode == 0, process.stderr
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 
 BUILTIN = "launch.backend=builtin"
 INVALID_ALGORITHMS = """\
@@ -18,9 +18,9 @@ def forget(ranks):
 """
 
 
-def run_refused(*settings: str, runs: Path, **environment: Any) -> Done:
+def run_refused(*settings: str, runs: Path, **environment: Any) -> FinishedRun:
     """Run an experiment, and check that it is refused in one line and creates no run."""
-    process = run("ddp_multinode", *settings, runs=runs, **environment)
+    process = run_experiment("ddp_multinode", *settings, runs=runs, **environment)
     assert process.status == 2, process.err
     assert process.err.count("\n") == 1, process.err
     assert not runs.exists()

@@ -20,8 +20,8 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.environment.shared_results import make_once
 from tests.harness.ranks.checkpoint_cases import right
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
@@ -61,7 +61,7 @@ def two_ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> TwoRank
         run.folder.path.rename(folder / "of_one")
         RunFolder(folder / "of_one").claim_attempt()
         command = [sys.executable, "-m", "tests.harness.ranks.checkpoint_cases", "two", str(folder)]
-        process = warm.execute(command, env=environment())
+        process = execution.execute_command(command, env=make_environment())
         assert process.returncode == 0, process.stderr
 
     folder = make_once(tmp_path_factory, "two", run_cases)

@@ -17,8 +17,8 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.runs.metrics_writer import MetricsWriter
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.ranks.logging_ranks import STEPS, Counted
 
 
@@ -30,7 +30,7 @@ def select_values(rows: list[dict[str, Any]], name: str) -> dict[int, Any]:
 @pytest.mark.parametrize(("mode", "mean_rank"), [("averaged", 0.5), ("0", 0.0), ("1", 1.0)])
 def test_values_of_single_steps_and_ranks_are_written(mode: str, mean_rank: float, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.harness.ranks.logging_ranks", str(tmp_path), mode]
-    process = warm.execute(command, env=environment())
+    process = execution.execute_command(command, env=make_environment())
     assert process.returncode == 0, process.stderr
     (path,) = tmp_path.iterdir()
     rows = list(RunFolder(path).list_attempts()[0].read_attempt_rows())

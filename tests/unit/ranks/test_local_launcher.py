@@ -16,8 +16,8 @@ import pytest
 
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment, processes_of
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, make_environment
 from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
 from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
 
@@ -29,8 +29,8 @@ GROUP_BYTES = str(300 << 20)
 def fork_ranks(case: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a case of tests/harness/ranks/launch_cases.py on three forked ranks, and check that no rank is left."""
     argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(folder)]
-    process = warm.execute(argv, env=environment(), timeout=PATIENCE)
-    assert not processes_of(str(folder))
+    process = execution.execute_command(argv, env=make_environment(), timeout=WAIT_TIMEOUT)
+    assert not find_processes(str(folder))
     return process
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[s
             assert list_listening_addresses(ranks_of(process)) <= {LOOPBACK}
 
         os.killpg(first.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
-        _, err = first.communicate(PATIENCE)
+        _, err = first.communicate(WAIT_TIMEOUT)
         assert first.returncode == 128 + signal.SIGINT
         assert "a checkpoint will be saved after the current step (if training has started)" in err
         assert "metrics up to step" in err
@@ -148,13 +148,13 @@ def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[s
         assert folder.result["exit_status"] == first.returncode
         assert folder.result["last_step"] > 0
         assert status.read_state(folder) == ("CANCELLED", "stopped by Ctrl-C")
-        assert not processes_of(str(first_runs))
+        assert not find_processes(str(first_runs))
 
         assert second.poll() is None
         second.send_signal(signal.SIGTERM)
-        second.communicate(PATIENCE)
+        second.communicate(WAIT_TIMEOUT)
         assert second.returncode == EXIT_RESUMABLE
-        assert not processes_of(str(second_runs))
+        assert not find_processes(str(second_runs))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -162,7 +162,7 @@ def test_a_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], ra
     with train_long("mnist_pipeline", *digits, *ENDLESS, "launch.step_timeout=600", runs=tmp_path) as process:
         os.kill(ranks_of(process)[rank], signal.SIGKILL)
         kill_time = time.monotonic()
-        _, err = process.communicate(PATIENCE)
+        _, err = process.communicate(WAIT_TIMEOUT)
         assert time.monotonic() - kill_time < 20, "5 s on an idle machine, and far less than the step timeout"
         assert process.returncode == 128 + signal.SIGKILL
         assert f"error: rank {rank} (pid" in err
@@ -172,4 +172,4 @@ def test_a_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], ra
         (attempt,) = only_folder(tmp_path).list_attempts()
         assert attempt.metrics_file.read_text().startswith('{"global_step": 1,')
         assert attempt.result["state"] == "failed"
-        assert not processes_of(str(tmp_path))
+        assert not find_processes(str(tmp_path))

@@ -12,14 +12,14 @@ import torch
 
 from common.ranks import objects
 from common.techniques.pipeline.schedules import Action
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment
 
 
 @pytest.mark.parametrize("case", ["send_values", "one_sends_pickles"])
 def test_values_arrive_unchanged_and_pickles_are_refused(case: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", case, str(tmp_path)]
-    process = warm.execute(argv, env=environment(), timeout=PATIENCE)
+    process = execution.execute_command(argv, env=make_environment(), timeout=WAIT_TIMEOUT)
     assert process.returncode == 0, process.stderr
 
 

@@ -12,12 +12,18 @@ import pytest
 
 from common.runs.folder import read_json
 from common.system.exit_status import EXIT_RESUMABLE
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, command, environment, run, wait_until
+from tests.harness.commands import execution
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    make_environment,
+    make_run_command,
+    run_experiment,
+    wait_until,
+)
 from tests.harness.runs.long_runs import free_port, only_folder
 
 
-def start_two_ranks(argv: Sequence[str]) -> list[warm.Command]:
+def start_two_ranks(argv: Sequence[str]) -> list[execution.Command]:
     """Start a command twice, with the variables that torchrun sets for two ranks."""
     variables = {
         "WORLD_SIZE": "2",
@@ -27,8 +33,8 @@ def start_two_ranks(argv: Sequence[str]) -> list[warm.Command]:
     }
     ranks = []
     for rank in ("0", "1"):
-        rank_environment = environment(**variables, RANK=rank, LOCAL_RANK=rank)
-        ranks.append(warm.Command(argv, env=rank_environment, session=True))
+        rank_environment = make_environment(**variables, RANK=rank, LOCAL_RANK=rank)
+        ranks.append(execution.Command(argv, env=rank_environment, session=True))
     return ranks
 
 
@@ -56,9 +62,9 @@ def test_ranks_that_are_stopped_before_the_first_step_exit_at_once(tmp_path: Pat
 
 
 def test_ranks_of_torchrun_have_the_losses_of_forked_ranks(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    forked_run = run("mnist_pipeline", *digits, runs=tmp_path / "forked")
-    ranks = start_two_ranks(command("mnist_pipeline", *digits, runs=tmp_path / "torchrun"))
-    statuses = [rank.wait(PATIENCE) for rank in ranks]
+    forked_run = run_experiment("mnist_pipeline", *digits, runs=tmp_path / "forked")
+    ranks = start_two_ranks(make_run_command("mnist_pipeline", *digits, runs=tmp_path / "torchrun"))
+    statuses = [rank.wait(WAIT_TIMEOUT) for rank in ranks]
     assert statuses == [0, 0], ranks[0].err + ranks[1].err
 
     folder = only_folder(tmp_path / "torchrun")
@@ -69,12 +75,14 @@ def test_ranks_of_torchrun_have_the_losses_of_forked_ranks(tmp_path: Path, digit
 
 
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path, digits: tuple[str, ...], one_rank: dict[str, Any]) -> None:
-    pipeline = run("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **one_rank)
+    pipeline = run_experiment("mnist_pipeline", *digits, runs=tmp_path, timeout=60, **one_rank)
     assert pipeline.status == 2
     remedy = "use --nproc-per-node=2, or change the number of stages"
     assert pipeline.err == f"error: torchrun started 1 rank, but the settings require 2; {remedy}\n"
 
-    data_parallel = run("ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=60, **one_rank)
+    data_parallel = run_experiment(
+        "ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=60, **one_rank
+    )
     assert data_parallel.status == 2
     assert "or change processes_per_node" in data_parallel.err
     assert not list(tmp_path.iterdir())
@@ -83,7 +91,7 @@ def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path, digits: tuple[str, .
 def test_the_number_of_ranks_is_that_of_torchrun(
     tmp_path: Path, digits: tuple[str, ...], one_rank: dict[str, Any]
 ) -> None:
-    finished_run = run("ddp_multinode", *digits, "steps=3", runs=tmp_path, **one_rank)
+    finished_run = run_experiment("ddp_multinode", *digits, "steps=3", runs=tmp_path, **one_rank)
     assert finished_run.status == 0, finished_run.err
     assert len(finished_run.losses) == 3
     assert read_json(finished_run.folder.path / "meta.json")["world"]["processes"] == 1

@@ -13,8 +13,8 @@ from common.ranks.ranks import Ranks
 from common.system.errors import UserError
 from common.techniques.local_sgd.exchange import Exchange
 from common.techniques.local_sgd.worker import LocalWorker
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 
 
 class RecordingExchange(Exchange):
@@ -42,7 +42,7 @@ def make_ranks(*moments_of_other: str) -> Ranks:
 @pytest.mark.parametrize("arguments", [[], ["builtin"]], ids=["gloo", "builtin"])
 def test_entries_that_a_message_omits_are_sent_later(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "tests.harness.ranks.local_sgd_exchanges", *arguments]
-    process = warm.execute(command, env=environment())
+    process = execution.execute_command(command, env=make_environment())
     assert process.returncode == 0, process.stderr
 
 

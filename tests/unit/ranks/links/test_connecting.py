@@ -18,7 +18,7 @@ from common.ranks.links.connecting import RankAddress, RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.welcome import ANSWER_BYTES
 from common.system.errors import UnreachableError
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, fork, identity, meeting, pair
 
 __all__ = ["identity", "meeting", "pair"]
@@ -49,7 +49,7 @@ def test_closing_the_links_ends_all_waits_at_once(pair: list[RankLinks]) -> None
         pair[0].close()
         for future in futures:
             with pytest.raises(LinkError, match=message):
-                future.result(PATIENCE)
+                future.result(WAIT_TIMEOUT)
 
     calls.append(lambda: sender.send(0, b""))
     for call in calls:
@@ -63,7 +63,7 @@ def test_a_rank_that_is_killed_is_named_at_once(meeting: Meeting) -> None:
         child = os.fork()  # such as a data worker, which may outlive its rank
         if child:
             meeting.set("child", str(child))
-        time.sleep(PATIENCE)
+        time.sleep(WAIT_TIMEOUT)
         links.close()
 
     process = fork(join_and_sleep)
@@ -79,7 +79,7 @@ def test_a_rank_that_is_killed_is_named_at_once(meeting: Meeting) -> None:
         os.kill(process.pid, signal.SIGKILL)
         for future in futures:
             with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
-                future.result(PATIENCE)
+                future.result(WAIT_TIMEOUT)
     os.kill(child, signal.SIGKILL)
     process.join()
     links.close()
@@ -93,7 +93,7 @@ def test_closed_links_leave_no_threads(meeting: Meeting) -> None:
     for links in ranks:
         links.close()
     for thread in set(threading.enumerate()) - threads_before:
-        thread.join(PATIENCE)
+        thread.join(WAIT_TIMEOUT)
         assert not thread.is_alive()
 
 

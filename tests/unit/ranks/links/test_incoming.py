@@ -10,7 +10,7 @@ import pytest
 from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.socket_stream import SMALL_BYTES
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, identity, meeting, pair
 
 __all__ = ["identity", "meeting", "pair"]
@@ -35,7 +35,7 @@ def test_several_threads_may_wait_for_different_tags(pair: list[RankLinks]) -> N
         for tag in (3, 1, 0, 2):
             sender.send(tag, bytes([tag]) * LARGE_BYTES)
         for future in futures:
-            future.result(PATIENCE)
+            future.result(WAIT_TIMEOUT)
     assert [set(buffer) for buffer in buffers] == [{0}, {1}, {2}, {3}]
 
 
@@ -50,7 +50,7 @@ def test_a_patient_receiver_waits_longer_than_the_time_limit(meeting: Meeting) -
         for tag in (1, 0):
             sender.send(tag, bytes([tag]) * 4)
         for future in futures:
-            future.result(PATIENCE)
+            future.result(WAIT_TIMEOUT)
     assert buffers == [b"\0\0\0\0", b"\1\1\1\1"]
     for links in ranks:
         links.close()

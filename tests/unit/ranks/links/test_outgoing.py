@@ -10,7 +10,7 @@ import pytest
 from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkTimeout
 from common.ranks.links.socket_stream import PIECE_BYTES, SMALL_BYTES
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.meeting import LARGE_BYTES, Meeting, fork, identity, meeting, pair
 
 __all__ = ["identity", "meeting", "pair"]
@@ -87,7 +87,7 @@ def test_the_last_message_of_a_rank_arrives_after_its_exit(meeting: Meeting) -> 
 
     process = fork(send_and_exit)
     links = meeting.join(0, 2)
-    process.join(PATIENCE)
+    process.join(WAIT_TIMEOUT)
     received = bytearray(len(message))
     links.incoming[1].receive(0, received)
     assert received == message

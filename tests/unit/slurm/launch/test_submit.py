@@ -24,9 +24,9 @@ from configs.profile import Profile
 from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
 from tests.harness.custom_code.examples import write_example, write_schedule
+from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, call, call_here
 
@@ -171,7 +171,7 @@ def test_a_dry_run_prints_the_job_and_changes_nothing(fake: Fake, cache: Path, r
 def run_exp(fake: Fake, settings: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
-    return in_process.run_verb("exp", *arguments, cwd=ROOT, **fake.environment())
+    return in_process_calls.call_verb("exp", *arguments, cwd=ROOT, **fake.environment())
 
 
 def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:

@@ -18,8 +18,8 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.local_cluster import cli, cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.repository import ROOT
 from tests.harness.slurm.fake_slurm import Fake
 from tests.unit.slurm.local_cluster.cluster_command import check_refused, run_cluster_command
 
@@ -67,7 +67,7 @@ class RunningCluster:
     def run(self, *arguments: str, status: int = 0) -> str:
         """Run a verb in its own process and return its output, or its error output if it must fail."""
         command = [sys.executable, "-m", "slurm", "cluster", *arguments]
-        process = warm.execute(command, env=self.variables, timeout=60)
+        process = execution.execute_command(command, env=self.variables, timeout=60)
         assert process.returncode == status, process.stdout + process.stderr
         return (process.stderr if status else process.stdout).strip()
 
@@ -169,7 +169,7 @@ def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
     variables = {"CLUSTER_DIR": str(running.folder.parent), "PATH": running.variables["PATH"]}
 
     def run_up(*options: str) -> subprocess.CompletedProcess[str]:
-        return in_process.run_verb("cluster", "up", "--auth=none", *options, cwd=ROOT, **variables)
+        return in_process_calls.call_verb("cluster", "up", "--auth=none", *options, cwd=ROOT, **variables)
 
     for process in (run_up(), run_up("--nodes=3")):
         assert process.returncode == 0, process.stderr
@@ -183,7 +183,7 @@ def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
 @pytest.mark.usefixtures("any_folder")
 def test_down_stops_the_cluster_and_keeps_its_logs(running: RunningCluster) -> None:
     (running.folder / "log" / "ctl.log").write_text("it began\n")
-    process = in_process.run_verb("cluster", "down", CLUSTER_DIR=str(running.folder.parent))
+    process = in_process_calls.call_verb("cluster", "down", CLUSTER_DIR=str(running.folder.parent))
     assert process.stdout == f"cluster local is down; the logs are in {running.folder}/log\n", process.stderr
     assert running.first_process.wait(timeout=5) == KILLED
     assert sorted(path.name for path in running.folder.iterdir() if path.is_dir()) == ["log"]

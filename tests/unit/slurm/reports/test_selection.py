@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, report
 from tests.unit.slurm.submitted_runs import write_submitted_run
@@ -14,7 +14,7 @@ from tests.unit.slurm.submitted_runs import write_submitted_run
 
 @pytest.mark.parametrize(("verb", "run"), [("status", "../x"), ("logs", "nothing"), ("cancel", "x")])
 def test_unknown_runs_are_refused(fake: Fake, verb: str, run: str) -> None:
-    process = in_process.run_verb(verb, run, **fake.environment())  # type: ignore[arg-type]
+    process = in_process_calls.call_verb(verb, run, **fake.environment())  # type: ignore[arg-type]
     assert process.returncode == 2
     assert "no such run folder" in process.stderr
 

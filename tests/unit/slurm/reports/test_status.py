@@ -20,7 +20,7 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, call, report
 from tests.unit.slurm.submitted_runs import write_submitted_run
@@ -39,7 +39,7 @@ def answer_nothing(fake: Fake, *names: str) -> None:
 
 def list_runs(folder: Path, *options: str) -> list[str]:
     """Return the lines below the head of the list, shortened to the id for runs that have finished."""
-    lines = in_process.run_verb("status", f"--runs-folder={folder}", *options).stdout.splitlines()[1:]
+    lines = in_process_calls.call_verb("status", f"--runs-folder={folder}", *options).stdout.splitlines()[1:]
     return [line.split()[0] if "FINISHED" in line else line for line in lines]
 
 
@@ -55,15 +55,15 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
 
 def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
     folder = Made("ddp_multinode", state="running", steps=200).write(tmp_path)
-    assert "shards" not in in_process.run_verb("status", f"--runs-folder={tmp_path}").stdout
+    assert "shards" not in in_process_calls.call_verb("status", f"--runs-folder={tmp_path}").stdout
     attempt = folder.list_attempts()[-1]
     attempt.write_heartbeat(0, 100, time.time(), samples=96)
     attempt.write_heartbeat(1, 100, time.time(), samples=32)
-    assert "shards 96+32" in in_process.run_verb("status", f"--runs-folder={tmp_path}").stdout
+    assert "shards 96+32" in in_process_calls.call_verb("status", f"--runs-folder={tmp_path}").stdout
 
 
 def test_waiting_requires_a_run(tmp_path: Path) -> None:
-    process = in_process.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
+    process = in_process_calls.call_verb("status", f"--runs-folder={tmp_path}", "--wait=abc")
     assert process.returncode == 2
     assert process.stderr.count("\n") == 1
     assert "error: WAIT requires RUN=<id>" in process.stderr
@@ -73,9 +73,9 @@ def test_waiting_requires_a_run(tmp_path: Path) -> None:
 def test_a_failed_run_changes_the_exit_status_only_for_scripts(tmp_path: Path, state: str, exit_status: int) -> None:
     run = str(Made(state=state).write(tmp_path).path)
     for verb, arguments in {"status": ["--", run], "doctor": [f"--run={run}"]}.items():
-        assert in_process.run_verb(verb, *arguments).returncode == 0, verb
-        assert in_process.run_verb(verb, "--json=1", *arguments).returncode == exit_status, verb
-    assert in_process.run_verb("status", "--wait=1", "--", run).returncode == exit_status
+        assert in_process_calls.call_verb(verb, *arguments).returncode == 0, verb
+        assert in_process_calls.call_verb(verb, "--json=1", *arguments).returncode == exit_status, verb
+    assert in_process_calls.call_verb("status", "--wait=1", "--", run).returncode == exit_status
 
 
 # ---- the state of a job

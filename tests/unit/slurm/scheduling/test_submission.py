@@ -20,7 +20,7 @@ from slurm.launch import submit
 from slurm.reports import liveness, status
 from slurm.scheduling import requeue, submission
 from slurm.scheduling.job_failures import record_job_failure
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import Made
 from tests.harness.slurm.fake_slurm import Fake, call
 from tests.unit.slurm.submitted_runs import identify_process
@@ -100,7 +100,7 @@ def test_a_run_that_another_command_starts_meanwhile_is_not_started(
 
     monkeypatch.setattr(liveness, "wait_for_earlier_attempt", let_another_command_start)
     monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
-    process = in_process.run_verb("exp", f"--resume={folder.path}", "--launch=local")
+    process = in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local")
     assert process.returncode == 2
     assert not started
     assert "was just started by another command" in process.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.models import networks
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.pitfalls.ddp_pitfalls import made
 
 
@@ -17,7 +17,7 @@ def test_each_rank_keeps_its_own_batch_statistics() -> None:
 
 def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = ("strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", "log.progress=bar")
-    process = run("ddp_multinode", *digits, *settings, runs=tmp_path)
+    process = run_experiment("ddp_multinode", *digits, *settings, runs=tmp_path)
     assert process.status == 0, process.err
     assert "1/1" in process.out
     assert "samples/s" not in process.out, "the speed is unknown after one step"
@@ -38,7 +38,7 @@ def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: 
 
 
 def test_compare_reports_the_efficiency(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    process = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
+    process = run_experiment("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert process.status == 0, process.err
     assert 0 < process.result["efficiency"] < 4
     assert 0 < process.result["communication_exposed"] <= 1

@@ -7,13 +7,15 @@ import sys
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 
 
 def exchange_messages(mode: str) -> subprocess.CompletedProcess[str]:
     """Exchange the messages of three steps between two processes."""
-    return warm.execute([sys.executable, "-m", "tests.harness.ranks.message_memory", mode], env=environment())
+    return execution.execute_command(
+        [sys.executable, "-m", "tests.harness.ranks.message_memory", mode], env=make_environment()
+    )
 
 
 @pytest.mark.parametrize("mode", ["memory", "network", "groups", "small"])

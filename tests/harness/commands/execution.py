@@ -1,8 +1,8 @@
-"""Start commands of the project as forks of a process that has executed their imports (warm_server.py).
+"""Execute commands of the project as forks of the fork server (fork_server.py), which has executed their imports.
 
-Exit status, output and run folder are those of a real process (tests/complete/test_warm.py). A command is a real
-process if variables are set that are read when an interpreter or a library starts, and in folders outside of the
-project, unless PYTHONPATH names the sources that are executed there.
+Exit status, output and run folder are those of a real process (tests/complete/test_fork_server.py). A command is
+executed as a real process in two cases: its environment differs in variables that are read when an interpreter or a
+library starts, or its folder is outside of the project and PYTHONPATH does not name the sources to execute.
 """
 
 from __future__ import annotations
@@ -21,19 +21,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).resolve().parents[3]
-START_PREFIXES = (  # of variables that are read when an interpreter or a library starts
+from tests.harness.repository import ROOT
+
+STARTUP_VARIABLE_PREFIXES = (  # of variables that are read when an interpreter or a library starts
     "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "MALLOC_", "GLIBC_", "LD_",
     "PYTHON", "TORCH", "COVERAGE_", "FAKETIME",
 )  # fmt: skip
-SOCKET_VARIABLE = "WARM_SERVER"  # names the socket of the server that pytest has started for its workers
-EXECUTED_PACKAGES = ("common", "slurm")  # packages with modules that are executed
-REAL = "WARM_REAL"  # the variable of a command that starts only real processes
-INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in a process that imports it, such as this one
+SOCKET_VARIABLE = "FORK_SERVER_SOCKET"  # path of the socket of the server that pytest has started for its workers
+COMMAND_PACKAGES = ("common", "slurm")  # packages with modules that are executed as commands
+NO_FORK_VARIABLE = "FORK_SERVER_DISABLED"  # set for a command whose child processes must all be real ones
+INDUCTOR_CACHE_VARIABLE = (
+    "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in a process that imports it, such as this one
+)
 
 
-class Server:
-    """The server of pytest and its workers. pytest starts it before the workers; otherwise, the first use starts it."""
+class ForkServer:
+    """The fork server of pytest and its workers.
+
+    pytest starts it before the workers. Without workers, the first command starts it.
+    """
 
     _path = os.environ.get(SOCKET_VARIABLE, "")
     _process: subprocess.Popen[bytes] | None = None
@@ -42,9 +48,9 @@ class Server:
     @classmethod
     def start(cls) -> None:
         """Start a server for this process and its child processes."""
-        cls._path = str(Path(tempfile.mkdtemp(prefix="warm-")) / "socket")
+        cls._path = str(Path(tempfile.mkdtemp(prefix="fork-server-")) / "socket")
         os.environ[SOCKET_VARIABLE] = cls._path
-        argv = [sys.executable, "-m", "tests.harness.commands.warm_server", cls._path]
+        argv = [sys.executable, "-m", "tests.harness.commands.fork_server", cls._path]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
         cls._process = subprocess.Popen(argv, cwd=ROOT, env=environ, stdin=subprocess.PIPE, start_new_session=True)
         atexit.register(cls._end)
@@ -55,7 +61,7 @@ class Server:
         if not cls._path:
             cls.start()
         if cls._start_variables is None:
-            cls._start_variables = select_start_variables(os.environ)
+            cls._start_variables = select_startup_variables(os.environ)
         while True:
             client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -64,14 +70,14 @@ class Server:
             except (ConnectionRefusedError, FileNotFoundError):
                 client.close()
                 if cls._process is not None and cls._process.poll() is not None:
-                    raise RuntimeError(f"the warm server ended: exit status {cls._process.returncode}") from None
+                    raise RuntimeError(f"the fork server exited: exit status {cls._process.returncode}") from None
                 time.sleep(0.02)
 
     @classmethod
     def get_start_variables(cls) -> dict[str, str]:
         """Return the variables that were read at the start of the server, or would be read at its start."""
         if cls._start_variables is None:
-            return select_start_variables(os.environ, find_sources(os.environ))
+            return select_startup_variables(os.environ, find_source_root(os.environ))
         return cls._start_variables
 
     @classmethod
@@ -118,7 +124,7 @@ class Command:
             self.pid = self._process.pid
             return
         request = {"argv": list(argv[1:]), "env": dict(env), "session": session, "cwd": str(cwd), "root": str(root)}
-        self._client = Server.connect()
+        self._client = ForkServer.connect()
         with open(os.devnull) as null_file:
             streams = [null_file.fileno(), self._out.fileno(), self._err.fileno()]
             socket.send_fds(self._client, [json.dumps(request).encode()], streams)
@@ -153,23 +159,23 @@ class Command:
 
     @property
     def out(self) -> str:
-        return read(self._out)
+        return read_from_start(self._out)
 
     @property
     def err(self) -> str:
-        return read(self._err)
+        return read_from_start(self._err)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
         return self.out, self.err
 
 
-def read(file: IO[bytes]) -> str:
+def read_from_start(file: IO[bytes]) -> str:
     """Return the content of a file without moving its position."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
 
 
-def find_sources(env: Mapping[str, str]) -> Path:
+def find_source_root(env: Mapping[str, str]) -> Path:
     """Return the checkout that an interpreter with these variables imports: the copy in a run, or this one."""
     return Path(env["PYTHONPATH"]) if env.get("PYTHONSAFEPATH") and env.get("PYTHONPATH") else ROOT
 
@@ -181,22 +187,22 @@ def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path 
         return False
     if Path(cwd) != root and env.get("PYTHONPATH") != str(root):
         return False
-    if select_start_variables(env, root) != Server.get_start_variables():
+    if select_startup_variables(env, root) != ForkServer.get_start_variables():
         return False
     return is_module or Path(argv[1]).is_relative_to(root)
 
 
-def select_start_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
+def select_startup_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     """Return variables that are read when an interpreter or a library starts, without the import path of `root`."""
-    variables = {name: value for name, value in env.items() if name.startswith(START_PREFIXES)}
-    variables.pop(INDUCTOR_VARIABLE, None)
+    variables = {name: value for name, value in env.items() if name.startswith(STARTUP_VARIABLE_PREFIXES)}
+    variables.pop(INDUCTOR_CACHE_VARIABLE, None)
     if variables.get("PYTHONPATH") == str(root):
         del variables["PYTHONPATH"]
         variables.pop("PYTHONSAFEPATH", None)
     return variables
 
 
-def execute(
+def execute_command(
     argv: Sequence[str],
     *,
     env: Mapping[str, str],
@@ -211,7 +217,7 @@ def execute(
     try:
         status = command.wait(timeout)
     except BaseException:
-        end_session(command.pid)
+        kill_session(command.pid)
         command.wait(10)
         raise
     completed = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
@@ -220,7 +226,7 @@ def execute(
     return completed
 
 
-def end_session(pid: int) -> None:
+def kill_session(pid: int) -> None:
     """Kill the process group of a process, and wait until its processes have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -21,17 +21,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.commands import warm
+from tests.harness.commands import execution
 
-PROJECT = ("common", "configs", "experiments", "slurm", "tests")
+PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm", "tests")
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # names in subprocess.Popen
-CHILD_ENDS = ("p2cread", "c2pwrite", "errwrite")  # the ends of the child's stdin, stdout and stderr
-COMMAND = "warm-command"  # the name of the open file with the command line and environment of a forked command
-SEARCH_PATH = tuple(sys.path[1:])  # of imports, without the folder of a command
+CHILD_PIPE_ENDS = ("p2cread", "c2pwrite", "errwrite")  # the ends of the child's stdin, stdout and stderr
+COMMAND_FILE_NAME = (
+    "forked-command"  # the name of the open file with the command line and environment of a forked command
+)
+INITIAL_IMPORT_PATH = tuple(sys.path[1:])  # of imports, without the folder of a command
 PARENT_STREAMS: list[Any] = []  # stay referenced: closing them would write the parent's buffers to this process's files
 
 
-def become(
+def set_up_process(
     arguments: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, session: bool
 ) -> None:
     """Set the command line, variables, folder, streams and sources of this forked process, and close `streams`."""
@@ -46,23 +48,25 @@ def become(
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
     os.chdir(cwd)
-    command_file = os.memfd_create(COMMAND)  # processes_of() reads it, because /proc shows the server's command line
+    command_file = os.memfd_create(
+        COMMAND_FILE_NAME
+    )  # processes_of() reads it, because /proc shows the server's command line
     assignments = [f"{name}={value}" for name, value in env.items()]
     os.write(command_file, "\0".join([*arguments, *assignments]).encode())
-    take_command_line(arguments, env, root)
+    set_command_line(arguments, env, root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.execve = exec_here  # type: ignore[assignment]
-    subprocess.Popen._execute_child = start_here  # type: ignore[attr-defined]
+    os.execve = execute_in_this_process  # type: ignore[assignment]
+    subprocess.Popen._execute_child = start_as_fork  # type: ignore[attr-defined]
 
 
-def take_command_line(arguments: list[str], env: Mapping[str, str], root: Path) -> None:
+def set_command_line(arguments: list[str], env: Mapping[str, str], root: Path) -> None:
     """Set the arguments, variables, sources and import path that a new interpreter would have."""
     variables = dict(env)  # a copy, because `env` may be os.environ
     os.environ.clear()
     os.environ.update(variables)
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
-    search_path = list(SEARCH_PATH)
+    search_path = list(INITIAL_IMPORT_PATH)
     if variables.get("PYTHONPATH"):
         search_path.insert(0, str(root))
     if not variables.get("PYTHONSAFEPATH"):
@@ -71,40 +75,48 @@ def take_command_line(arguments: list[str], env: Mapping[str, str], root: Path) 
     loaded = sys.modules.get("common")
     if loaded is None or Path(loaded.__path__[0]).parent != root:
         for name in list(sys.modules):
-            if name.partition(".")[0] in PROJECT:
+            if name.partition(".")[0] in PROJECT_PACKAGES:
                 del sys.modules[name]
 
 
-def exec_here(program: str, argv: list[str], env: Mapping[str, str], real_execve: Any = os.execve) -> None:
+def execute_in_this_process(
+    program: str, argv: list[str], env: Mapping[str, str], real_execve: Any = os.execve
+) -> None:
     """Replace os.execve: execute a script of the project in this process, which has executed its imports."""
-    root = warm.find_sources(env)
-    if program != argv[0] or not warm.can_fork(argv, env, Path.cwd(), root):
+    root = execution.find_source_root(env)
+    if program != argv[0] or not execution.can_fork(argv, env, Path.cwd(), root):
         real_execve(program, argv, env)
-    take_command_line(argv[1:], env, root)
+    set_command_line(argv[1:], env, root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave(execute(argv[1:]))
+    exit_process(execute_as_main(argv[1:]))
 
 
-def start_here(self: Any, *arguments: Any, real_start: Any = subprocess.Popen._execute_child) -> None:  # type: ignore[attr-defined]
+def start_as_fork(self: Any, *arguments: Any, real_start: Any = subprocess.Popen._execute_child) -> None:  # type: ignore[attr-defined]
     """Replace the start of processes in subprocess.Popen: scripts and commands of the project are forked."""
     options = inspect.signature(real_start).bind(self, *arguments).arguments
     argv = options["args"]
     env = os.environ if options["env"] is None else options["env"]
     cwd = Path(options["cwd"] or Path.cwd())
-    root = warm.find_sources(env)
-    if not is_forkable(options) or warm.REAL in os.environ or not warm.can_fork(argv, env, cwd, root):
+    root = execution.find_source_root(env)
+    if (
+        not is_forkable(options)
+        or execution.NO_FORK_VARIABLE in os.environ
+        or not execution.can_fork(argv, env, cwd, root)
+    ):
         real_start(self, *arguments)
         return
     pipes = {name: options[name] for name in PIPE_ENDS}
     self.pid = os.fork()
     if self.pid == 0:
         try:
-            streams = [os.dup(number if pipes[name] == -1 else pipes[name]) for number, name in enumerate(CHILD_ENDS)]
+            streams = [
+                os.dup(number if pipes[name] == -1 else pipes[name]) for number, name in enumerate(CHILD_PIPE_ENDS)
+            ]
             ignores_interrupt = drop_inherited_state(streams)
-            become(argv[1:], env, cwd, streams, root, session=options["start_new_session"])
+            set_up_process(argv[1:], env, cwd, streams, root, session=options["start_new_session"])
             if ignores_interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            leave(execute(argv[1:]))
+            exit_process(execute_as_main(argv[1:]))
         finally:
             os._exit(1)
     self._child_created = True
@@ -118,7 +130,7 @@ def is_forkable(options: Mapping[str, Any]) -> bool:
         return False
     if options["pass_fds"] or options["preexec_fn"] is not None:
         return False
-    if not argv[1].endswith(".py") and argv[2].partition(".")[0] not in warm.EXECUTED_PACKAGES:
+    if not argv[1].endswith(".py") and argv[2].partition(".")[0] not in execution.COMMAND_PACKAGES:
         return False
     return len(list(Path("/proc/self/task").iterdir())) == 1  # a fork would lose other threads
 
@@ -145,7 +157,7 @@ def drop_inherited_state(streams: Sequence[int]) -> bool:
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def execute(arguments: list[str]) -> int:
+def execute_as_main(arguments: list[str]) -> int:
     """Execute a script or module as `__main__`, and return the exit status of an interpreter."""
     try:
         if arguments[0] == "-m":
@@ -154,24 +166,24 @@ def execute(arguments: list[str]) -> int:
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        return exit_status(end)
+        return get_exit_status(end)
     except BaseException:
         try:
             sys.excepthook(*sys.exc_info())
         except SystemExit as end:
-            return exit_status(end)
+            return get_exit_status(end)
         return 1
     return 0
 
 
-def exit_status(end: SystemExit) -> int:
+def get_exit_status(end: SystemExit) -> int:
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr)
     return 1
 
 
-def leave(status: int) -> None:
+def exit_process(status: int) -> None:
     """Exit like the interpreter, but without the destruction of the server's modules."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
