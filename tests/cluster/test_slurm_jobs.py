@@ -44,7 +44,7 @@ def read_world(folder: RunFolder) -> dict[str, Any]:
 def check_same_losses(name: str, folder: RunFolder, runs: Path) -> RunFolder:
     """Repeat a run of a job on this machine, compare all losses to the bit, and return the repeated run."""
     local = run_experiment(name, "--config", str(folder.path / "config.yaml"), "launch.threads=1", runs=runs)
-    assert local.status == 0, local.err
+    assert local.returncode == 0, local.stderr
     assert [row["loss"] for row in folder.read_metrics() if "loss" in row] == local.losses
     return local.folder
 

@@ -34,17 +34,17 @@ from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import OF_A_RUN
 from tests.harness.runs.synthetic_runs import Made
 
-MNIST = ("data.name=mnist", "data.root={place}/raw", "data.download_timeout=0")
+MNIST = ("data.name=mnist", "data.root={folder}/raw", "data.download_timeout=0")
 
 
 def configured(name: str, text: str, *parts: str) -> BadInputCase:
-    return BadInputCase(name, ("--config=own.yaml",), parts, setup=make_file_writer("own.yaml", text))
+    return BadInputCase(name, ("--config=own.yaml",), parts, prepare_folder=make_file_writer("own.yaml", text))
 
 
 def scheduled(name: str, body: str, *parts: str, arguments: tuple[str, ...] = ("schedule=own.py:f",)) -> BadInputCase:
     """Return a case with two stages, two microbatches, and this function as schedule."""
     text = f"def f(ranks, stages, microbatches):\n    {body}\n"
-    return BadInputCase(name, (*arguments, "microbatches=2"), parts, setup=make_file_writer("own.py", text))
+    return BadInputCase(name, (*arguments, "microbatches=2"), parts, prepare_folder=make_file_writer("own.py", text))
 
 
 FILES = [
@@ -121,47 +121,53 @@ DATA = [
     BadInputCase(
         "mnist: none, and no fallback",
         (*MNIST, "data.fallback=none"),
-        ("MNIST is not in the folder {place}/raw and cannot be downloaded", "set data.root", "data.name=digits"),
-        setup=lambda place, cache: (place / "raw").mkdir(),
-        fast=False,
+        ("MNIST is not in the folder {folder}/raw and cannot be downloaded", "set data.root", "data.name=digits"),
+        prepare_folder=lambda place, cache: (place / "raw").mkdir(),
+        uses_digits=False,
     ),
     BadInputCase(
         "mnist: two files missing",
         MNIST,
-        ("train-labels-idx1-ubyte is missing", "delete {place}/raw/MNIST/raw"),
-        setup=raw(train_labels_idx1_ubyte=None, t10k_images_idx3_ubyte=None),
-        fast=False,
+        ("train-labels-idx1-ubyte is missing", "delete {folder}/raw/MNIST/raw"),
+        prepare_folder=raw(train_labels_idx1_ubyte=None, t10k_images_idx3_ubyte=None),
+        uses_digits=False,
     ),
     BadInputCase(
         "mnist: a file cut off",
         MNIST,
-        ("t10k-images-idx3-ubyte is damaged: 1000 bytes, expected 7840016", "delete {place}/raw/MNIST/raw"),
-        setup=raw(t10k_images_idx3_ubyte=1000),
-        fast=False,
+        ("t10k-images-idx3-ubyte is damaged: 1000 bytes, expected 7840016", "delete {folder}/raw/MNIST/raw"),
+        prepare_folder=raw(t10k_images_idx3_ubyte=1000),
+        uses_digits=False,
     ),
     BadInputCase(
         "cache: flipped byte",
-        ("data.cache={place}/cache",),
+        ("data.cache={folder}/cache",),
         ("test_labels.npy is damaged (checksum differs)", "delete"),
-        setup=damaged(flip),
+        prepare_folder=damaged(flip),
     ),
     BadInputCase(
         "custom data function: floats",
-        ("data.name={place}/own.py:f",),
-        ("data.name={place}/own.py:f: {place}/own.py:2: the train images have dtype float64; return uint8",),
-        setup=make_file_writer("own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"),
+        ("data.name={folder}/own.py:f",),
+        ("data.name={folder}/own.py:f: {folder}/own.py:2: the train images have dtype float64; return uint8",),
+        prepare_folder=make_file_writer(
+            "own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"
+        ),
     ),
     BadInputCase(
         "custom data function: vectors for convolutions",
-        ("data.name={place}/own.py:f", "data.cache={place}/sets"),
-        ("data.name={place}/own.py:f contains vectors, but the model needs images; use another data set",),
-        setup=make_file_writer(
+        ("data.name={folder}/own.py:f", "data.cache={folder}/sets"),
+        ("data.name={folder}/own.py:f contains vectors, but the model needs images; use another data set",),
+        prepare_folder=make_file_writer(
             "own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"
         ),
         experiment="ddp_multinode",
     ),
     BadInputCase(
-        "cache: cut off", ("data.cache={place}/cache",), (), status=0, setup=damaged(lambda content: content[:-9])
+        "cache: cut off",
+        ("data.cache={folder}/cache",),
+        (),
+        exit_status=0,
+        prepare_folder=damaged(lambda content: content[:-9]),
     ),
 ]
 
@@ -173,14 +179,14 @@ WEIGHTS = BadInputCase(
 
 @pytest.mark.parametrize("case", [*SETTINGS_CASES, *FILES, WEIGHTS], ids=lambda case: case.name)
 def test_bad_settings(case: BadInputCase, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case.setup(tmp_path, cache)
+    case.prepare_folder(tmp_path, cache)
     before = sorted(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
     for name, value in case.env:
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as caught:  # --dry-run, so that nothing would start if it were not refused
-        main(["exp", "--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
-    for part in case.parts:
+        main(["exp", "--dry-run=1", f"--args={' '.join(case.arguments)}", "--", case.experiment])
+    for part in case.message_parts:
         assert part in str(caught.value), caught.value
     assert sorted(tmp_path.iterdir()) == before
 
@@ -192,9 +198,9 @@ def save_weights_of_another_network(place: Path, cache: Path) -> None:
 REFUSED_BY_RANKS = [
     BadInputCase(
         "weights: of another network",
-        ("weights={place}/w.pt",),
+        ("weights={folder}/w.pt",),
         ("w.pt: missing tensor conv1.bias",),
-        setup=save_weights_of_another_network,
+        prepare_folder=save_weights_of_another_network,
         experiment="ddp_multinode",
     ),
     BadInputCase("no GPU", ("launch.device=cuda",), ("no GPU is visible",), env=(("CUDA_VISIBLE_DEVICES", ""),)),
@@ -294,5 +300,5 @@ def test_a_run_meets_bad_data_or_a_full_disk(case: BadInputCase, tmp_path: Path,
 def test_a_run_continues_without_a_wandb_account(tmp_path: Path, cache: Path) -> None:
     arguments = ("wandb.finish_timeout=200",)
     parts = ("W&B: offline (no W&B account is configured)",)
-    case = BadInputCase("W&B: no account", arguments, parts, status=0, env=(("WANDB_MODE", ""),))
+    case = BadInputCase("W&B: no account", arguments, parts, exit_status=0, env=(("WANDB_MODE", ""),))
     check_case(case, tmp_path, cache)

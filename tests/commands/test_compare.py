@@ -48,7 +48,7 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_table_has_every_run_and_the_differing_settings(runs_folder: Path) -> None:
     command = [sys.executable, "-m", "slurm", "compare", f"--runs-folder={runs_folder}"]
-    completed = execution.execute_command(command, env=make_environment(), real=True)
+    completed = execution.execute_command(command, env=make_environment(), real_process=True)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == compare(runs_folder).stdout
     head, first, *lines = completed.stdout.splitlines()

@@ -155,7 +155,7 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
 def test_a_run_that_diverged_is_explained(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("optim.lr=100", "optim.weight_decay=10", "optim.decay=constant", "steps=60")
     run = experiment("mnist_pipeline", *digits, *settings, runs=tmp_path)
-    assert run.status == 2
+    assert run.returncode == 2
     report = doctor(f"--run={run.folder.path}")
     assert "training diverged; lower optim.lr" in report
     assert "the loss of step" in report
@@ -505,7 +505,7 @@ def test_a_rank_that_exits_without_an_error_message_is_named(digits: tuple[str, 
     (tmp_path / "own.py").write_text(EXITING_OPTIMIZER)
     settings = (f"optim.name={tmp_path / 'own.py'}:Leaves", "steps=4")
     run = experiment("ddp_multinode", *digits, *settings, runs=tmp_path / "runs")
-    assert run.folder.result["cause"] == "exited", run.err
+    assert run.folder.result["cause"] == "exited", run.stderr
     report = doctor(f"--run={run.folder.path}")
     assert re.search(r"likely cause  rank 1 .*: after step 0: exited with status 3 without an error message", report)
 

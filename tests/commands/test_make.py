@@ -75,7 +75,7 @@ def check_nothing_was_created(place: Path) -> None:
 def refused(completed: FinishedRun, place: Path) -> str:
     """Check that a command printed one message, failed and created nothing; return the message."""
     check_nothing_was_created(place)
-    return message_of(completed.status, completed.out, completed.err)
+    return message_of(completed.returncode, completed.stdout, completed.stderr)
 
 
 def message_of(status: int, out: str, err: str) -> str:
@@ -104,11 +104,11 @@ def test_help_lists_every_target(place: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
     help_texts = dict(re.findall(r"^([a-z][a-z-]*):.*?## (.*)", text, re.MULTILINE))
     completed = make(place)
-    assert [line.split()[1] for line in completed.out.splitlines()] == list(help_texts)
+    assert [line.split()[1] for line in completed.stdout.splitlines()] == list(help_texts)
     assert help_texts.keys() == targets
-    for line in completed.out.splitlines():
+    for line in completed.stdout.splitlines():
         assert help_texts[line.split()[1]] in line
-    assert make(place, "help").out == completed.out
+    assert make(place, "help").stdout == completed.stdout
 
 
 # ---- what make passes on
@@ -158,8 +158,8 @@ def test_no_setting_is_expanded(place: Path, target: str) -> None:
     text = "$(shell touch pwned)`touch pwned`$(touch pwned)'\"; touch pwned; '\""
     variables = VARIABLES_BY_TARGET[target]
     completed = make(place, "--dry-run", target, *(f"{variable}={text}" for variable in variables))
-    assert completed.status == 0, completed.err
-    assert make(place, "--dry-run", target, **dict.fromkeys(variables, text)).status == 0
+    assert completed.returncode == 0, completed.stderr
+    assert make(place, "--dry-run", target, **dict.fromkeys(variables, text)).returncode == 0
     assert not (place / "pwned").exists()
 
 
@@ -203,21 +203,21 @@ def test_an_invalid_budget_is_refused(minutes: str) -> None:
 @pytest.mark.parametrize("target", ["lint", "test-all", "tables"])
 def test_targets_without_settings_refuse_them(place: Path, target: str) -> None:
     completed = make(place, target, "NODES=2")
-    assert completed.status == 2
-    assert f"make {target} does not accept NODES; it accepts PYTHON" in completed.err
+    assert completed.returncode == 2
+    assert f"make {target} does not accept NODES; it accepts PYTHON" in completed.stderr
 
 
 def test_clean_refuses_a_dry_run(place: Path) -> None:
     completed = make(place, "clean", "DRY_RUN=1")
-    assert completed.status == 2
-    assert "make clean has no settings" in completed.err
+    assert completed.returncode == 2
+    assert "make clean has no settings" in completed.stderr
     assert (place / ".venv").exists()
 
 
 def test_several_targets_accept_the_settings_of_each(place: Path) -> None:
     completed = make(place, "status", "sync", "ALL=1", "DRY_RUN=1")
-    assert "does not accept" not in completed.err
-    assert "no runs in runs yet" in completed.err
+    assert "does not accept" not in completed.stderr
+    assert "no runs in runs yet" in completed.stderr
 
 
 # ---- make test
@@ -230,18 +230,18 @@ def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_text("".join(f"def test_{letter}() -> None: ...\n" for letter in "abc"))
     completed = make(place, "test", "TESTS=-k 'test_a or test_b'")
-    assert completed.status == 0, completed
-    assert "2 passed, 1 deselected" in completed.out, completed
+    assert completed.returncode == 0, completed
+    assert "2 passed, 1 deselected" in completed.stdout, completed
     completed = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'")
-    assert "/$(touch pwned)`touch pwned`' not found" in completed.err, completed
+    assert "/$(touch pwned)`touch pwned`' not found" in completed.stderr, completed
     assert not (place / "pwned").exists(), completed
     completed = make(place, "test", "TESTS=tests/unit/test_fst.py::test_a")
     message = "error: TESTS=tests/unit/test_fst.py: no such file or folder; did you mean tests/unit/test_fast.py?"
-    assert completed.status == 2, completed
-    assert message in completed.err, completed
+    assert completed.returncode == 2, completed
+    assert message in completed.stderr, completed
     completed = make(place, "test", "TESTS=-k 'a or b")
-    assert completed.status == 2, completed
-    assert 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in completed.err, completed
+    assert completed.returncode == 2, completed
+    assert 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in completed.stderr, completed
 
 
 # ---- make exp
@@ -305,8 +305,8 @@ def test_help_and_print_config(place: Path) -> None:
     assert completed.returncode == 0
     assert "microbatches=4" in completed.stdout
     printed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
-    assert printed.status == 0
-    settings = yaml.safe_load(printed.out)
+    assert printed.returncode == 0
+    settings = yaml.safe_load(printed.stdout)
     assert settings["batch"] == 128
     assert settings["launch"]["nodes"] == 2
     assert not printed.runs.exists()
@@ -352,8 +352,8 @@ def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, .
     env = fake.environment()
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
     completed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, **env)
-    assert completed.status == 0, completed
-    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.out
+    assert completed.returncode == 0, completed
+    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.stdout
     assert not fake.calls.exists()
     assert completed.folder.result["state"] == "finished"
     config = yaml.safe_load((completed.folder.path / "config.yaml").read_text())
@@ -380,13 +380,13 @@ def test_an_unknown_setting_of_a_target_is_refused(place: Path, arguments: str, 
     completed = make(place, *arguments.split())
     target, setting = arguments.split()[:2]
     name = setting.partition("=")[0]
-    assert completed.status == 2
-    assert f"make {target} does not accept {name}; it accepts PYTHON {accepted}".strip() in completed.err
+    assert completed.returncode == 2
+    assert f"make {target} does not accept {name}; it accepts PYTHON {accepted}".strip() in completed.stderr
 
 
 def test_the_environment_sets_nothing(place: Path) -> None:
     completed = make(place, "status", NAME="DESKTOP-1", RUN="anna's", JSON="yes", WAIT="x")
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -421,8 +421,8 @@ def test_a_missing_run_is_refused_with_the_newest_runs(place: Path, verb: str) -
         file.touch()
         os.utime(file, (1000 - age, 1000 - age))
     completed = make(place, verb)
-    assert completed.status == 2
-    assert completed.err.startswith("error: RUN is missing; set RUN=<id> (newest runs in runs: d, c, b)")
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("error: RUN is missing; set RUN=<id> (newest runs in runs: d, c, b)")
 
 
 # ---- setting up
@@ -449,17 +449,17 @@ def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
 
 def test_python_without_venv_gets_the_remedy(place: Path) -> None:
     completed = set_up(place, fake_python(place, bare=True))
-    assert completed.status == 2
-    assert "apt-get install python3-venv" in completed.err
+    assert completed.returncode == 2
+    assert "apt-get install python3-venv" in completed.stderr
     assert not (place / ".venv").exists()
 
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> None:
     completed = set_up(place, "/nowhere/python3" if missing else fake_python(place, older=True))
-    assert completed.status == 2
-    assert completed.err.count("error: ") == 1
-    assert "older than Python 3.11; set PYTHON=" in completed.err
+    assert completed.returncode == 2
+    assert completed.stderr.count("error: ") == 1
+    assert "older than Python 3.11; set PYTHON=" in completed.stderr
     assert not (place / ".venv").exists()
 
 
@@ -472,40 +472,40 @@ def test_an_unknown_setting_is_refused_before_anything_is_set_up(place: Path) ->
     ):
         completed = make(place, *arguments.split(), f"PYTHON={fake_python(place)}")
         message = f"error: make {target} does not accept {name}; it accepts PYTHON"
-        assert completed.status == 2, completed.err
-        assert message in completed.err, completed.err
+        assert completed.returncode == 2, completed.stderr
+        assert message in completed.stderr, completed.stderr
         assert not (place / ".venv").exists()
-        assert "setting up" not in completed.out
-    assert make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={fake_python(place)}").status == 0
+        assert "setting up" not in completed.stdout
+    assert make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={fake_python(place)}").returncode == 0
 
 
 def test_environment_is_built_once_and_again_only_for_new_requirements(place: Path) -> None:
     python = fake_python(place)
     installed = place.parent / "installed"
     for _ in range(2):
-        assert make(place, "logs", f"PYTHON={python}").status
+        assert make(place, "logs", f"PYTHON={python}").returncode
     assert not installed.exists()  # .venv was there
-    assert set_up(place, python).status == 0
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert set_up(place, python).returncode == 0
+    assert make(place, "lint", f"PYTHON={python}").returncode == 0
     assert installed.read_text().count("installed") == 1
     os.utime(place / "Makefile")
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert make(place, "lint", f"PYTHON={python}").returncode == 0
     assert installed.read_text().count("installed") == 1
     later = (place / ".venv/.ready").stat().st_mtime + 10
     os.utime(place / "requirements.txt", (later, later))
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert make(place, "lint", f"PYTHON={python}").returncode == 0
     assert installed.read_text().count("installed") == 1  # a checkout sets the time, and the content is the same
     with open(place / "requirements.txt", "a") as file:
         file.write("# another\n")
     os.utime(place / "requirements.txt", (later + 10, later + 10))
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert make(place, "lint", f"PYTHON={python}").returncode == 0
     assert installed.read_text().count("installed") == 2
 
 
 def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> None:
     python = fake_python(place)
     installed = place.parent / "installed"
-    assert set_up(place, python).status == 0
+    assert set_up(place, python).returncode == 0
     library = place / ".venv/library.so"
     library.write_bytes(bytes(4096))
     with open(place / "requirements.txt", "a") as file:
@@ -516,15 +516,15 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
         completed = make(place, "lint", f"PYTHON={python}")
         reports = [make(place, *arguments, f"PYTHON={python}") for arguments in (["status"], ["doctor", "RUN=0000"])]
         examination = make(place, "doctor", f"PYTHON={python}")
-    assert completed.status
-    assert "while processes use .venv; stop them (make status, make cancel" in completed.err
-    assert examination.status
+    assert completed.returncode
+    assert "while processes use .venv; stop them (make status, make cancel" in completed.stderr
+    assert examination.returncode
     assert library.exists()
-    assert [report.status for report in reports] == [0, 0], reports
+    assert [report.returncode for report in reports] == [0, 0], reports
     for report in reports:
-        assert report.err.count("note: requirements.txt has changed") == 1, reports
+        assert report.stderr.count("note: requirements.txt has changed") == 1, reports
     assert installed.read_text().count("installed") == 1
-    assert make(place, "lint", f"PYTHON={python}").status == 0
+    assert make(place, "lint", f"PYTHON={python}").returncode == 0
     assert installed.read_text().count("installed") == 2
     assert not library.exists()
 
@@ -535,6 +535,6 @@ def test_folder_behind_a_linked_environment_is_left_alone(place: Path) -> None:
     (place / ".venv").symlink_to(shared)
     before = sorted(shared.rglob("*"))
     (shared / ".ready").unlink()
-    assert make(place, "lint", f"PYTHON={fake_python(place)}").status == 0
+    assert make(place, "lint", f"PYTHON={fake_python(place)}").returncode == 0
     assert sorted(shared.rglob("*")) == [path for path in before if path.name != ".ready"]
     assert not (place / ".venv").is_symlink()

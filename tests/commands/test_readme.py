@@ -69,8 +69,8 @@ def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) 
     def labels(text: str) -> list[str]:
         return re.findall(r"^  ([a-z][a-z ]*?)  ", text, re.MULTILINE)
 
-    assert labels(sample.group(1)) == labels(done.out)
-    assert len(labels(done.out)) > 8
+    assert labels(sample.group(1)) == labels(done.stdout)
+    assert len(labels(done.stdout)) > 8
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "experiments").glob("*.py")), ids=lambda script: script.stem)

@@ -99,7 +99,7 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
             time.sleep(0.05)
         for name, text in command_lines.items():
             (place / name).write_bytes(text)
-        output = {"status": process.returncode, "out": process.out + process.err}
+        output = {"status": process.returncode, "out": process.stdout + process.stderr}
         write_json(place / "done.json", output)
         assert process.returncode == 0, output
         (path,) = (place / "run/my runs").iterdir()
@@ -114,11 +114,11 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
 
 
 def test_offline_run_says_how_to_upload(offline: Offline) -> None:
-    assert offline.completed.status == 0, offline.completed.out
+    assert offline.completed.returncode == 0, offline.completed.stdout
     place = status(offline.completed.folder)
     assert place["mode"] == "offline"
     path = shlex.quote(shlex.quote(str(offline.completed.folder.path)))
-    assert f"W&B: offline; upload the run with: make sync RUNS={path}" in offline.completed.out
+    assert f"W&B: offline; upload the run with: make sync RUNS={path}" in offline.completed.stdout
     assert Path(place["dir"]).is_relative_to(offline.completed.folder.path / "wandb")
 
 
@@ -298,10 +298,10 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode:
     completed = run_experiment(
         "mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent)
     )
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     assert not (completed.folder.path / "wandb").exists()
     assert not (completed.folder.path / "attempts/0001/logs/tracker.log").exists()
-    assert "W&B" not in completed.out
+    assert "W&B" not in completed.stdout
 
 
 # ---- killed and failing processes
@@ -309,7 +309,7 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: tuple[str, ...], mode:
 
 def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
     process, folder, pid = kill_rank(1, (*digits, *LONG), tmp_path, MAX_END_SECONDS)
-    output = process.out + process.err
+    output = process.stdout + process.stderr
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in output
     assert "Traceback" not in output

@@ -19,7 +19,7 @@ from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
 def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
     settings = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
     command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", settings]
-    completed = execution.execute_command(command, env=make_environment(), real=True)
+    completed = execution.execute_command(command, env=make_environment(), real_process=True)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     lines = completed.stdout.splitlines()
     assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]

@@ -144,7 +144,7 @@ def test_models_of_every_kind_of_training_are_evaluated(
     name: str, settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
 ) -> None:
     completed = run_experiment(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     evaluated = in_process_calls.call_verb("evaluate", "--", str(completed.folder.path))
     assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
@@ -154,7 +154,7 @@ def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], t
     name = "resnet_modelparallel"
     small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
     first = run_experiment(name, *small, "steps=3", runs=tmp_path / "one")
-    assert first.status == 0, first.err
+    assert first.returncode == 0, first.stderr
     path = first.folder.path
     (checkpoint_folder,) = path.glob("attempts/0001/checkpoints/step-*")
     expected = load_file(path / "model.safetensors")
@@ -164,13 +164,13 @@ def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], t
     sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
     for number, source in enumerate(sources):
         completed = run_experiment(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
-        assert completed.status == 0, completed.err
+        assert completed.returncode == 0, completed.stderr
         state = load_file(completed.folder.path / "model.safetensors")
         for weight in expected:
             if weight.endswith("weight"):
                 assert torch.equal(state[weight], expected[weight]), weight
     by_name = run_experiment(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
-    assert by_name.status == 0, by_name.err
+    assert by_name.returncode == 0, by_name.stderr
     missing = run_experiment(name, *unchanged, "weights=nowhere", runs=tmp_path / "none")
-    assert missing.status == 2
-    assert "weights=nowhere: no such file, checkpoint folder or run" in missing.err
+    assert missing.returncode == 2
+    assert "weights=nowhere: no such file, checkpoint folder or run" in missing.stderr

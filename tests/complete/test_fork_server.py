@@ -137,8 +137,10 @@ def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
     with subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE) as server:
         assert server.stdin
         try:
-            execution.Command([*timeit, "import time; time.sleep(1000)"], env=env, session=False)
-            execution.Command([*timeit, "import subprocess; subprocess.run(['sleep', '1000'])"], env=env, session=True)
+            execution.Command([*timeit, "import time; time.sleep(1000)"], env=env, new_session=False)
+            execution.Command(
+                [*timeit, "import subprocess; subprocess.run(['sleep', '1000'])"], env=env, new_session=True
+            )
             wait_until(lambda: len(find_processes(str(tmp_path))) == 4, "the server, two commands and a child run", 60)
             server.stdin.close()
             assert server.wait(60) == 0

@@ -63,12 +63,12 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
     completed = run_experiment(
         "sparse_prune", *images, *arguments, "processes_per_node=2", "launch.threads=1", "int8=false", runs=tmp_path
     )
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     result = completed.result
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
     assert result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
     assert (completed.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
-    assert "in a new process, outputs differ by" in completed.out
+    assert "in a new process, outputs differ by" in completed.stdout
     _, model = model_file.load_model(completed.folder)
     check_other_batch_size(completed.folder.path / "model.pt2", model, 3, 16, 16)

@@ -30,7 +30,7 @@ def sweep(runs: Path, *arguments: str) -> tuple[FinishedRun, Results]:
     oneshot = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
     settings = ("sweep=true", "levels=[0.9]", *arguments, *QUIET, *oneshot)
     completed = run_experiment("sparse_prune", *settings, runs=runs, timeout=240)
-    assert completed.status == 0, completed.err + completed.out
+    assert completed.returncode == 0, completed.stderr + completed.stdout
     (folder,) = (runs / "sweeps").iterdir()
     assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
     outcomes: Results = {}
@@ -59,4 +59,4 @@ def test_masks_of_a_sweep_depend_on_criterion_and_seed_but_not_on_ranks(
         if name != "dense":
             assert outcome["nonzero"] == TOTAL - round(0.9 * TOTAL)
     for text in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"):
-        assert text in completed.out
+        assert text in completed.stdout

@@ -312,8 +312,8 @@ def test_a_run_trains_without_the_account(
         env["WANDB_BASE_URL"] = hosts[host_name]
     settings = (*digits, "steps=5", "wandb.finish_timeout=200")
     completed = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs", timeout=250, **env)
-    output = completed.out + completed.err
-    assert completed.status == 0, output
+    output = completed.stdout + completed.stderr
+    assert completed.returncode == 0, output
     assert "Traceback" not in output, output
     assert "W&B: offline (" in output, output
     assert reason in output, output
@@ -330,7 +330,7 @@ def test_a_run_trains_without_the_account(
 def test_a_killed_first_stage_is_named_and_its_rows_are_kept(tmp_path: Path, digits: tuple[str, ...]) -> None:
     process, folder, pid = kill_rank(0, (*digits, *LONG), tmp_path, MAX_SECONDS)
     assert process.returncode == 128 + signal.SIGKILL
-    assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
+    assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.stdout + process.stderr
     assert folder.result["state"] == "failed"
     assert len(folder.read_metrics()) > 1
     tracked_records = records(folder)
@@ -460,7 +460,7 @@ def test_a_failing_tracker_does_not_fail_the_run(tmp_path: Path, digits: tuple[s
     completed = run_experiment(
         "mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths
     )
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     assert completed.folder.result["state"] == "finished"
-    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.out
+    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.stdout
     assert "No space left" in (completed.folder.path / "attempts/0001/logs/tracker.log").read_text()

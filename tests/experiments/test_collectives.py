@@ -181,7 +181,7 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     built_in = ("algorithms=[halving_doubling,star]", "transports=[memory]")
     quiet = ("plot=false", "launch.threads=1", "log.progress=none")
     completed = run_experiment("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     measured = {(point["op"], point["side"]) for point in completed.result["points"]}
     expected = {("all_reduce", "star, memory")}
     expected |= {(op, side) for op, side in itertools.product(OPS, ("gloo", "halving_doubling, memory"))}
@@ -189,33 +189,33 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     assert measured == expected
     assert completed.result["exact_results"] == 2 * len(measured)
     warning = f"3 ranks share {count_host_cores()} cores of this host; steps will be slow"
-    assert (warning in completed.out) == (count_host_cores() < 3)
+    assert (warning in completed.stdout) == (count_host_cores() < 3)
     assert (
         "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
-        in completed.out
+        in completed.stdout
     )
     sent = {point["side"]: point["bytes_sent"] for point in completed.result["points"] if point["op"] == "all_reduce"}
     assert sent["star, memory"] == [32, 16, 16], "the last type is int64"
-    assert "hold nothing" not in completed.out
-    assert "bytes sent" in completed.out
+    assert "hold nothing" not in completed.stdout
+    assert "bytes sent" in completed.stdout
 
 
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -> None:
     built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
     completed = run_experiment("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     assert completed.result["exact_results"] == 20
     assert {point["side"] for point in completed.result["points"]} == {"gloo", "isend ring", "star, network"}
-    assert "transports=memory uses the network, because no two ranks are on the same host" in completed.out
+    assert "transports=memory uses the network, because no two ranks are on the same host" in completed.stdout
     assert "samples_per_second" not in completed.result
     assert 0 <= completed.result["foreign_cpu_share"] <= 1
-    assert "samples/s" not in completed.out
+    assert "samples/s" not in completed.stdout
     figures = {path.name for path in completed.folder.path.glob("*.png")}
     assert figures == {"all_reduce_float32.png", "sendrecv_float32.png"}
     assert "data" not in completed.folder.result
     assert not (completed.folder.path / "model.json").exists()
-    assert "epoch" not in completed.out
-    assert "data none" not in completed.out
+    assert "epoch" not in completed.stdout
+    assert "data none" not in completed.stdout
     for verb in ("evaluate", "export"):
         command = in_process_calls.call_verb(verb, "--", str(completed.folder.path))
         assert command.returncode == 2

@@ -66,7 +66,7 @@ def check_that_it_trains(entry: Entry, completed: FinishedRun) -> None:
 @every
 def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: Make) -> None:
     completed = finished(entry)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     folder = completed.folder
     assert folder.path.name.startswith(entry.name + "-")
     result = completed.result
@@ -105,9 +105,9 @@ def test_the_output_contains_scores_and_paths(entry: Entry, finished: Make) -> N
     completed = finished(entry)
     scores = ("data digits", "test accuracy", "samples/s") if entry.trains else ()
     for part in (*scores, str(completed.folder.path), "make rerun"):
-        assert part in completed.out
-    assert not completed.err
-    rows = dict(line.split(maxsplit=1) for line in completed.out.splitlines() if line.startswith("  re"))
+        assert part in completed.stdout
+    assert not completed.stderr
+    rows = dict(line.split(maxsplit=1) for line in completed.stdout.splitlines() if line.startswith("  re"))
     assert rows["result"] == str(completed.folder.path / "result.json")
     assert shlex.split(rows["repeat"]) == ["make", "rerun", f"RUN={completed.folder.path}"]
 
@@ -126,12 +126,12 @@ def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: 
 @archetype
 def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
     completed = repeated(entry)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     for rank in range(entry.processes):
         trace = read_json(completed.folder.list_attempts()[0].attempt_folder / f"trace-{rank}.json")
         assert trace["traceEvents"]
-    assert "Self CPU" in completed.out
-    assert "# of Calls" in completed.out
+    assert "Self CPU" in completed.stdout
+    assert "# of Calls" in completed.stdout
 
 
 @archetype
@@ -142,7 +142,7 @@ def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_o
     other = run_experiment(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
     assert len(other.losses) == 40
     assert other.losses != finished(entry).losses
-    assert "test accuracy" not in other.out
+    assert "test accuracy" not in other.stdout
     assert "test accuracy" in other.folder.list_attempts()[0].log_file(0).read_text()
 
 
@@ -169,13 +169,13 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
 def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
     for option in ("--help", "--print-config"):
         completed = run_experiment(STAGED.name, option, runs=tmp_path / "runs")
-        assert completed.status == 0
-        assert "batch" in completed.out
+        assert completed.returncode == 0
+        assert "batch" in completed.stdout
     assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) -> None:
-    process = Command(make_run_command(STAGED.name, "--help", runs=tmp_path), env=make_environment(), real=True)
+    process = Command(make_run_command(STAGED.name, "--help", runs=tmp_path), env=make_environment(), real_process=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.005)

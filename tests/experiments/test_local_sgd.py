@@ -38,11 +38,11 @@ def trained(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_exchanges_and_bytes_are_counted(trained: FinishedRun) -> None:
     """Steps 13, 21 and 29 end a round, and 30 the run; each exchange has parameters and momentum."""
-    assert trained.status == 0, trained.err
+    assert trained.returncode == 0, trained.stderr
     assert trained.result["exchanges"] == 4
     assert trained.result["bytes_sent"] == MLP_BYTES * (START + 2 * 4)
-    assert "4 in 30 steps" in trained.out
-    assert "after every 8 steps after 5 synchronous steps" in trained.out
+    assert "4 in 30 steps" in trained.stdout
+    assert "after every 8 steps after 5 synchronous steps" in trained.stdout
 
 
 def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trained: FinishedRun) -> None:

@@ -17,7 +17,7 @@ def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path:
     file = write_example(tmp_path)
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
     completed = run_experiment(REPLICATED.name, *settings, *REPLICATED.smallest, runs=tmp_path / "runs")
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     folder = completed.folder
     assert completed.result["data"] == f"{file}:load"
     assert completed.result["test_accuracy"] > 0.9

@@ -93,7 +93,7 @@ def flatten_mlp(state: dict[str, Tensor]) -> Tensor:
 
 
 def test_recorded_pushes_are_replayed_to_the_bit(recorded: FinishedRun) -> None:
-    assert recorded.status == 0, recorded.err
+    assert recorded.returncode == 0, recorded.stderr
     folder = recorded.folder
     logs = read_logs(folder)
     for log in logs:
@@ -134,7 +134,7 @@ def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun,
 def test_the_staleness_stays_within_its_bound(bound: int, quick: tuple[str, ...], tmp_path: Path) -> None:
     settings = ("mode=bounded", f"staleness={bound}", "model=mlp", "plot=false")
     completed = run_experiment("param_server", *quick, *SPREAD, *settings, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     assert completed.result["staleness_most"] <= bound
     assert completed.result["pushes"] == [WORKERS * STEPS] * SERVERS
     for row in completed.folder.read_metrics():
@@ -151,10 +151,10 @@ def test_the_report_contains_pushes_bytes_and_staleness(recorded: FinishedRun) -
     assert result["bytes_sent_by_servers"] == expected_bytes
     assert sum(result["staleness_counts"].values()) == SERVERS * WORKERS * STEPS
     assert sum(result["pushes"]) == SERVERS * WORKERS * STEPS
-    assert "3 workers, 2 servers" in recorded.out
-    assert "90 gradients" in recorded.out
+    assert "3 workers, 2 servers" in recorded.stdout
+    assert "90 gradients" in recorded.stdout
     assert (recorded.folder.path / "staleness.png").exists()
-    assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.out
+    assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.stdout
 
 
 def test_losses_equal_those_of_one_process_after_a_worker_is_killed(

@@ -121,18 +121,18 @@ def test_a_model_too_large_for_one_process_trains_in_two(tmp_path: Path) -> None
     small = ("data.name=generated", "data.samples=50", "data.image_size=16", "batch=4", "steps=1", "plot=false")
     tight = (f"data.cache={tmp_path}", "optim.name=adam", "balance=parameters", "memory_cap=210", "launch.threads=1")
     single = run_experiment("resnet_modelparallel", *small, *tight, "mode=single", runs=tmp_path / "one")
-    assert single.status == 2
-    assert "Traceback" not in single.err
+    assert single.returncode == 2
+    assert "Traceback" not in single.stderr
     assert single.folder.result["cause"] == "out_of_memory"
-    (message,) = [line for line in single.err.splitlines() if "error" in line]
+    (message,) = [line for line in single.stderr.splitlines() if "error" in line]
     for part in ("memory_cap=210", "does not fit into 210 MB", "stages="):
         assert part in message
 
     split = run_experiment("resnet_modelparallel", *small, *tight, "mode=pipelined", "stages=2", runs=tmp_path / "two")
-    assert split.status == 0, split.err
+    assert split.returncode == 0, split.stderr
     assert len(split.losses) == 1
     assert 0.4 * 180e6 < split.result["training_bytes"] < 210e6
     assert min(split.result["memory"].values()) > 210e6
     number = r"rank 0: [\d.]+ MB  rank 1: [\d.]+ MB  of "
-    assert re.search(rf"peak memory +{number}the whole process, libraries included", split.out), split.out
-    assert re.search(rf"training memory +{number}writable .*; the limit is memory_cap=210", split.out), split.out
+    assert re.search(rf"peak memory +{number}the whole process, libraries included", split.stdout), split.stdout
+    assert re.search(rf"training memory +{number}writable .*; the limit is memory_cap=210", split.stdout), split.stdout

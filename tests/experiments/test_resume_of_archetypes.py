@@ -72,7 +72,7 @@ def test_a_run_with_an_empty_config_is_not_resumed(tmp_path: Path) -> None:
 
 def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: Path, quick: tuple[str, ...]) -> None:
     (tmp_path / "mnist_pipeline-1-2-3").mkdir()
-    text = run_experiment("mnist_pipeline", *quick, "--print-config", runs=tmp_path).out
+    text = run_experiment("mnist_pipeline", *quick, "--print-config", runs=tmp_path).stdout
     (tmp_path / "mnist_pipeline-1-2-3/config.yaml").write_text(text)
     changes = ("batch=40", "seed=5", "optim.name=adam", "data.train_limit=300", "wandb.project=other", "width=64")
     for change in changes:
@@ -109,7 +109,7 @@ def test_a_resume_needs_the_initial_weights_only_without_a_checkpoint(tmp_path: 
     torch.save(networks.build_network("mlp", (28, 28), 10).state_dict(), weights)
     settings = (*quick, "model=mlp", "steps=9", f"weights={weights}", ALONE)
     uninterrupted = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "whole")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     folder = cut_off(uninterrupted.folder, 6, tmp_path / "cut")
     weights.unlink()
     completed = resume(REPLICATED, folder)

@@ -318,7 +318,7 @@ def find_newest_checkpoint(completed: FinishedRun) -> storage.CheckpointPath:
 
 def load_models(completed: FinishedRun) -> dict[int, dict[str, Tensor]]:
     """Return the model of each checkpoint, by step."""
-    assert completed.status == 0, completed.err + completed.out
+    assert completed.returncode == 0, completed.stderr + completed.stdout
     (attempt,) = completed.folder.list_attempts()
     return {checkpoint.step: load_model(checkpoint) for checkpoint in storage.list_checkpoints(attempt)}
 
@@ -339,7 +339,7 @@ def resume(killed: FinishedRun, *settings: str) -> FinishedRun:
     folder = killed.folder.path
     (folder / "result.json").unlink()
     resumed = run_experiment("sparse_prune", "--resume", str(folder), *settings, runs=folder.parent)
-    assert resumed.status == 0, resumed.err
+    assert resumed.returncode == 0, resumed.stderr
     return resumed
 
 
@@ -455,7 +455,7 @@ def test_stronger_l1_makes_more_zeros_without_masks(digits: tuple[str, ...], tmp
     for l1 in (0, 0.01, 0.1):
         settings = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
         completed = run_experiment("sparse_prune", *settings, runs=tmp_path / str(l1))
-        assert completed.status == 0, completed.err
+        assert completed.returncode == 0, completed.stderr
         nonzero = completed.result["nonzero"]
         remaining_share = nonzero / MLP_WEIGHTS
         assert completed.result["sparsity"] == pytest.approx(1 - remaining_share)
@@ -470,7 +470,7 @@ def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> N
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
     settings = ("model=lenet5", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "processes_per_node=2")
     completed = run_experiment("sparse_prune", *QUIET, *images, *settings, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     weights = completed.result["weights"]
     convolutions = 20 * 3 * 25 + 50 * 20 * 25
     linear_layers = 500 * 50 + 10 * 500
@@ -563,13 +563,13 @@ def test_two_of_four_sparsity_is_detected() -> None:
 
 def test_a_run_measures_int8_and_csr(digits: tuple[str, ...], tmp_path: Path) -> None:
     completed = run_experiment("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     result = completed.result
     difference = result["int8_accuracy"] - result["test_accuracy"]
     assert abs(difference) < 0.05
     assert result["bytes_csr"] < result["bytes_raw"]
     assert result["int8_bytes_raw"] < result["bytes_raw"]
-    assert "than fp32" in completed.out
+    assert "than fp32" in completed.stdout
     assert not (completed.folder.path / "model.pt2").exists()
 
 

@@ -30,8 +30,8 @@ def read_world(completed: FinishedRun) -> dict[str, Any]:
 
 
 def check_equal_losses(trained: FinishedRun, single_process: FinishedRun) -> None:
-    assert trained.status == 0, trained.err
-    assert single_process.status == 0, single_process.err
+    assert trained.returncode == 0, trained.stderr
+    assert single_process.returncode == 0, single_process.stderr
     assert trained.losses == pytest.approx(single_process.losses, abs=TOLERANCE, rel=0)
     assert len(trained.losses) == STEPS
 
@@ -42,7 +42,7 @@ def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...
     model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
     settings = (*quick, *EXACT, *model)
     two_ranks = run_experiment(entry.name, *settings, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
-    assert two_ranks.status == 0, two_ranks.err
+    assert two_ranks.returncode == 0, two_ranks.stderr
     assert read_world(two_ranks)["backend"] == "builtin"
     if entry.trains:
         single_process = run_experiment(entry.name, *settings, *entry.spread(1), runs=tmp_path / "one")

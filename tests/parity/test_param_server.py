@@ -24,8 +24,8 @@ def flatten_parameters(completed: FinishedRun) -> Tensor:
 
 
 def check_equal(trained: FinishedRun, expected: FinishedRun) -> None:
-    assert trained.status == 0, trained.err
-    assert expected.status == 0, expected.err
+    assert trained.returncode == 0, trained.stderr
+    assert expected.returncode == 0, expected.stderr
     assert len(trained.losses) == 25
     assert expected.losses[-1] < 0.9 * expected.losses[0]
     assert trained.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)

@@ -64,8 +64,8 @@ def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) ->
     settings.append(f"data.cache={cache}")
     split = run_experiment(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
     unsplit = run_experiment(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")
-    assert split.status == 0, split.err
-    assert unsplit.status == 0, unsplit.err
+    assert split.returncode == 0, split.stderr
+    assert unsplit.returncode == 0, unsplit.stderr
     assert len(split.losses) == 14
     assert split.losses == pytest.approx(unsplit.losses, abs=TOLERANCE, rel=0)
     assert split.result["test_loss"] == pytest.approx(unsplit.result["test_loss"], abs=TOLERANCE, rel=0)

@@ -50,7 +50,7 @@ def expected(cache: Path) -> dict[str, Any]:
 
 def read_outcome(completed: FinishedRun) -> dict[str, Any]:
     """Return losses, the state that all ranks saved in the last step, and scores."""
-    assert completed.status == 0, completed.err + completed.out
+    assert completed.returncode == 0, completed.stderr + completed.stdout
     *_, folder = sorted((completed.folder.list_attempts()[0].attempt_folder / "checkpoints").glob("step-*"))
     assert folder.name == f"step-{len(completed.losses):08d}"
     state: dict[str, Any] = {}

@@ -84,7 +84,7 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
         # a microbatch takes longer than the time slices of a busy processor, which would hide the overlap
         wide = (*digits, "width=1536", "batch=512", "steps=4", f"schedule={schedule}")
         completed = run_experiment("mnist_pipeline", *wide, runs=tmp_path / f"{schedule}-{attempt}")
-        assert completed.status == 0, completed.err
+        assert completed.returncode == 0, completed.stderr
         timeline = completed.result["timeline"]
         return compute_overlap(timeline) / sum(span["end"] - span["start"] for span in timeline)
 

@@ -43,7 +43,7 @@ def test_nodes_that_are_only_numbers_are_one_host(digits: tuple[str, ...], tmp_p
     settings = shlex.join([f"runs={tmp_path}", *digits, "steps=2", "data.test_limit=10"])
     options = ("--launch=local", "--nodes=2", f"--args={settings}")
     completed = execute("slurm", "exp", *options, "--", "ddp_multinode", runs=tmp_path)
-    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.out
+    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.stdout
     world = json.loads((completed.folder.list_attempts()[0].attempt_folder / "world.json").read_text())
     assert world["nodes"] == 2
     assert world["hosts"] == [ranks[0]["host"]] * 2, "both simulated nodes have the name of this host"
@@ -53,11 +53,11 @@ def test_warnings_of_other_ranks_are_lost_by_their_level(digits: tuple[str, ...]
     settings = (f"runs={tmp_path}", *digits, "steps=2", "data.test_limit=10", "log.level=error")
     completed = execute("tests.harness.pitfalls.rank_warnings", *settings, runs=tmp_path)
     files = [path for path in completed.folder.path.rglob("*") if path.is_file() and "code" not in path.parts]
-    texts = [completed.out, completed.err, *(path.read_text(errors="replace") for path in files)]
+    texts = [completed.stdout, completed.stderr, *(path.read_text(errors="replace") for path in files)]
     assert LOST not in "\n".join(texts)
     logs = [completed.folder.list_attempts()[0].log_file(rank).read_text() for rank in range(2)]
     assert f"WARNING {SAID}" in logs[1]
     assert f"UserWarning: {WARNED}" in logs[1]
-    for text in (completed.out, completed.err, logs[0]):
+    for text in (completed.stdout, completed.stderr, logs[0]):
         assert SAID not in text
         assert WARNED not in text

@@ -72,7 +72,7 @@ def test_a_round_counts_the_steps_of_the_job_not_those_of_all_workers(trained: d
 
 def test_between_two_exchanges_the_mean_is_not_the_state_of_the_workers(tmp_path: Path, quick: tuple[str, ...]) -> None:
     whole = run_experiment("local_sgd", *quick, ALONE, "model=mlp", "steps=20", runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
+    assert whole.returncode == 0, whole.stderr
     folder = cut_off(whole.folder, 12, tmp_path / "cut")
     completed = resume(BY_NAME["local_sgd"], folder, careless="tests.harness.parity.local_sgd_cases:drop_own_state")
     assert completed.returncode == 0, completed.stderr

@@ -144,7 +144,7 @@ def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
         completed = run_experiment(
             "resnet_modelparallel", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode
         )
-        assert completed.status == 0, completed.err
+        assert completed.returncode == 0, completed.stderr
         idle_shares = completed.result["idle_share"]
         return len(idle_shares) - sum(idle_shares)
 

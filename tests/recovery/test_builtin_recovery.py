@@ -33,7 +33,7 @@ def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) 
     """Train three ranks to the end."""
     common = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin")
     uninterrupted = run_experiment(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     return uninterrupted
 
 
@@ -54,7 +54,7 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
     run_path = uninterrupted.folder.path
     algorithm = config.read_settings(run_path)["launch.algorithm"]
     assert algorithm != "auto"
-    assert "launch.algorithm=auto: " in uninterrupted.out
+    assert "launch.algorithm=auto: " in uninterrupted.stdout
     cfg = config.load_config(ddp_multinode.Config, ["--config", str(run_path / "config.yaml")], {})
     assert algorithm in config.format_yaml(cfg)
     resumed_folder = check_that_it_goes_on(REPLICATED, uninterrupted, "auto", tmp_path / "cut")
@@ -64,7 +64,7 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
 def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
     completed = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     algorithm = config.read_settings(completed.folder.path)["launch.algorithm"]
     assert algorithm != "auto"
     tracked_config = json.loads(inspect(completed.folder, "--summary"))["config"]

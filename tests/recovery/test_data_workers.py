@@ -43,7 +43,7 @@ def resume_command(folder: RunFolder) -> list[str]:
 def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[str, ...]) -> None:
     settings = (*digits, *SETTINGS, f"steps={STEPS}")
     uninterrupted = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
 
     with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         signal_worker(process, signal.SIGSTOP)
@@ -55,7 +55,7 @@ def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: tuple[
     assert newest_step == count_steps(folder), "no step is lost, though the rank waits for a stopped worker"
     assert newest_step < STEPS
 
-    process = Command(resume_command(folder), env=make_environment(), session=True)
+    process = Command(resume_command(folder), env=make_environment(), new_session=True)
     try:
         wait_until(lambda: process.poll() is not None or count_steps(folder) > newest_step, "the run continues")
         signal_worker(process, signal.SIGKILL)
@@ -94,7 +94,7 @@ def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
     settings = (*digits, *SETTINGS, *epochs, "steps=0")
     uninterrupted = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
 
     with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         folder = only_folder(tmp_path / "runs")

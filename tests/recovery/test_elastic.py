@@ -95,11 +95,11 @@ def test_all_ranks_are_lost_and_rejoin_one_after_another(
     undisturbed = train_alone(tmp_path_factory, *settings)
     faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
     completed = train(faults, *settings, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
-    assert completed.status == 0, completed.err
-    assert not differences(completed.folder, undisturbed), completed.err
+    assert completed.returncode == 0, completed.stderr
+    assert not differences(completed.folder, undisturbed), completed.stderr
     assert list_lost_and_joined(completed.folder) == ([1, 0], [1, 0])
     for epoch in ("1", "2", "2.5"):
-        assert completed.out.count(f"epoch {epoch} ") == 1, completed.out
+        assert completed.stdout.count(f"epoch {epoch} ") == 1, completed.stdout
 
 
 def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
@@ -108,9 +108,9 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
     """The only rank with the state is killed while a new one connects to copy it."""
     faults = "reduction:1:4:kill,begin:0:14:join,forming:0:3:kill"
     completed = train(faults, data, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
-    assert completed.status == 137, completed.err
-    assert EndReason.STATE_LOST.value in completed.err, completed.err
-    assert "RESUME=" in completed.err, completed.err
+    assert completed.returncode == 137, completed.stderr
+    assert EndReason.STATE_LOST.value in completed.stderr, completed.stderr
+    assert "RESUME=" in completed.stderr, completed.stderr
     assert EndReason.STATE_LOST.value in completed.folder.result["reason"], completed.folder.result
 
     resumed = resume(BY_NAME["ddp_multinode"], completed.folder)
@@ -128,7 +128,7 @@ def train_with_and_without_faults(
 ) -> tuple[RunFolder, RunFolder]:
     """Train a changed experiment on three ranks with faults and on one rank without; the metrics are equal."""
     undisturbed = train("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
-    assert undisturbed.status == 0, undisturbed.err
+    assert undisturbed.returncode == 0, undisturbed.stderr
     folder = train_like(undisturbed.folder, faults, *settings, *THREE, runs=path / "runs", name=name)
     return folder, undisturbed.folder
 
@@ -188,7 +188,7 @@ def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undistur
     workers = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
     faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
     completed = train(faults, *settings, *workers, runs=tmp_path / "runs")
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     assert not differences(completed.folder, undisturbed)
     assert list_lost_and_joined(completed.folder) == ([1, 2], []), list_changes(completed.folder)
 
@@ -222,7 +222,7 @@ def test_a_rank_whose_collective_never_ends_is_lost_and_rejoins(
 def test_too_few_ranks_save_and_are_resumed_with_all(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     settings = (data, *THREE, "elastic.min=3", "checkpoint.every_steps=0")
     completed = train("reduction:1:9:kill", *settings, runs=tmp_path / "runs")
-    assert completed.status == 75, completed.err
+    assert completed.returncode == 75, completed.stderr
     assert [row["global_step"] for row in completed.folder.read_metrics()] == list(range(1, 10))
     resumed = resume(BY_NAME["ddp_multinode"], completed.folder)
     assert resumed.returncode == 0, resumed.stderr
@@ -251,7 +251,7 @@ def test_a_step_applied_by_some_ranks_only_leaves_different_models(
     settings = (data, *THREE, "checkpoint.every_steps=0")
     faults = "committed:0:9:wait,committed:0:9:fail"
     completed = train(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+own_state")
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     differing = differences(completed.folder, undisturbed)
     assert differing
     assert differing[0].startswith("step 10: loss"), differing
@@ -264,7 +264,7 @@ def test_a_group_of_fewer_ranks_has_another_sum(
     """Divided by the number of ranks at the start, or without the samples of the lost rank."""
     name = f"ddp_multinode+{mistake}"
     completed = train("begin:1:9:kill", data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs", name=name)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     differing = differences(completed.folder, undisturbed)
     assert differing
     assert differing[0].startswith("step 9: loss"), differing

@@ -103,7 +103,7 @@ def test_a_stop_request_while_data_are_prepared_leaves_no_partial_files(number: 
     cache = tmp_path / "cache"
     runs = tmp_path / "runs"
     settings = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
-    process = Command(make_run_command(STAGED.name, *settings, runs=runs), env=make_environment(), session=True)
+    process = Command(make_run_command(STAGED.name, *settings, runs=runs), env=make_environment(), new_session=True)
     wait_until(lambda: list(cache.glob(".digits-*")), "the run prepares its data", pause=0.002)
     process.send_signal(number)
     out, err = process.communicate(WAIT_TIMEOUT)
@@ -114,6 +114,6 @@ def test_a_stop_request_while_data_are_prepared_leaves_no_partial_files(number: 
     assert not list(cache.glob("digits-*")), out + err
     assert not find_processes(str(tmp_path)), out + err
     completed = run_experiment(STAGED.name, *settings, runs=runs)
-    assert completed.status == 0, completed.err
-    assert len(completed.losses) == 3, completed.err
+    assert completed.returncode == 0, completed.stderr
+    assert len(completed.losses) == 3, completed.stderr
     assert not list(cache.glob(".digits-*")), "the next preparation deletes partial files"

@@ -17,7 +17,7 @@ def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path
     custom_code = (f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve")
     settings = (*quick, *custom_code, "optim.decayed=matrices", "optim.weight_decay=0.1", *REPLICATED.spread(2))
     completed = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "runs")
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     assert completed.losses[-1] < 0.9 * completed.losses[0]
     # the copies in alphabetical order: first the decay, then the optimizer
     decay_copy, optimizer_copy = sorted((completed.folder.path / "code" / "own").iterdir())
@@ -35,8 +35,8 @@ def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits:
     breach = BREACHES["state elsewhere"]
     settings = (*digits, f"optim.name={write_own(tmp_path, breach)}", *REPLICATED.smallest)
     completed = run_experiment(REPLICATED.name, *settings, runs=tmp_path / "runs")
-    (message,) = [line for line in completed.err.splitlines() if line.startswith("error: ")]
-    assert completed.status == 2
+    (message,) = [line for line in completed.stderr.splitlines() if line.startswith("error: ")]
+    assert completed.returncode == 2
     assert breach.told in message
-    assert "Traceback" not in completed.out + completed.err
+    assert "Traceback" not in completed.stdout + completed.stderr
     assert not list((tmp_path / "runs").iterdir()), "a run that is refused before step 1 leaves no folder"

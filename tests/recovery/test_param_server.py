@@ -33,6 +33,6 @@ def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: 
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed from step" in resumed.stdout, resumed.stderr
     uninterrupted = run_experiment(SERVED.name, *settings, f"steps={steps}", runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     assert trained_steps(folder) == list(range(1, steps + 1))
     assert differences(folder, uninterrupted.folder) == []

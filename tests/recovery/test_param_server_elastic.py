@@ -123,11 +123,11 @@ def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
     """Killed, frozen, or in a collective that does not end after a worker is lost, or before, on a busy machine."""
     elastic = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
     completed = train(faults, *settings, *elastic, runs=tmp_path / "runs", name=NAME)
-    assert completed.status == 137, completed.err
-    assert f"rank {rank} (pid" in completed.err, completed.err
-    assert "the run cannot continue" in completed.err, completed.err
-    assert reason in completed.err, completed.err
-    assert reason in completed.folder.result["reason"], completed.err
+    assert completed.returncode == 137, completed.stderr
+    assert f"rank {rank} (pid" in completed.stderr, completed.stderr
+    assert "the run cannot continue" in completed.stderr, completed.stderr
+    assert reason in completed.stderr, completed.stderr
+    assert reason in completed.folder.result["reason"], completed.stderr
     steps = [row["global_step"] for row in completed.folder.read_metrics() if "loss" in row]
     assert steps[-1] >= 8
 

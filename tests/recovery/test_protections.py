@@ -37,7 +37,7 @@ def started(*settings: str, without: str = "") -> Iterator[Command]:
     """Start mnist_pipeline in a new process group, without a protection."""
     argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", without]
     argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *settings]
-    process = Command(argv, env=make_environment(), session=True)
+    process = Command(argv, env=make_environment(), new_session=True)
     try:
         yield process
     finally:

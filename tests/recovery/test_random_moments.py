@@ -28,7 +28,7 @@ def test_a_failed_trial_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def start(root: Path, place: Path, *, real: bool) -> execution.Command:
-        return execution.Command(["sleep", "60"], env=make_environment(MARK=str(place)), real=True)
+        return execution.Command(["sleep", "60"], env=make_environment(MARK=str(place)), real_process=True)
 
     def stop(process: execution.Command, trial: Trial) -> None:
         raise OSError("of the run\nno space left")

@@ -65,7 +65,7 @@ def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
     uninterrupted = run_experiment(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
 
@@ -94,7 +94,7 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
     settings = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
     uninterrupted = run_experiment(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
         folder = cut_off(folder, step, tmp_path / str(step))
@@ -112,7 +112,7 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: P
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
     completed = run_experiment(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    assert completed.returncode == 0, completed.stderr
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert len(evaluations) == 8
     best_step = min(evaluations, key=lambda row: row["test_loss"])["global_step"]

@@ -99,34 +99,34 @@ class Command:
         *,
         env: Mapping[str, str],
         cwd: Path = ROOT,
-        session: bool = False,
-        real: bool = False,
+        new_session: bool = False,
+        real_process: bool = False,
         root: Path = ROOT,
     ) -> None:
         """`root` is the checkout with the sources. Those of a copy are imported again; torch is not."""
         self.argv = list(argv)
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
-        self._err = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
+        self._stdout_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
+        self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
         self._client: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.returncode: int | None = None
-        if real or not can_fork(argv, env, cwd, root):
+        if real_process or not can_fork(argv, env, cwd, root):
             self._process = subprocess.Popen(
                 argv,
                 cwd=cwd,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=self._out,
-                stderr=self._err,
-                start_new_session=session,
+                stdout=self._stdout_file,
+                stderr=self._stderr_file,
+                start_new_session=new_session,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (a shell's & ignores it)
             )
             self.pid = self._process.pid
             return
-        request = {"argv": list(argv[1:]), "env": dict(env), "session": session, "cwd": str(cwd), "root": str(root)}
+        request = {"argv": list(argv[1:]), "env": dict(env), "session": new_session, "cwd": str(cwd), "root": str(root)}
         self._client = ForkServer.connect()
         with open(os.devnull) as null_file:
-            streams = [null_file.fileno(), self._out.fileno(), self._err.fileno()]
+            streams = [null_file.fileno(), self._stdout_file.fileno(), self._stderr_file.fileno()]
             socket.send_fds(self._client, [json.dumps(request).encode()], streams)
             self.pid = int(self._client.recv(100))
 
@@ -140,7 +140,7 @@ class Command:
             try:
                 self.returncode = os.waitstatus_to_exitcode(int(self._client.recv(100)))
             except TimeoutError:
-                raise subprocess.TimeoutExpired(self.argv, timeout or 0, self.out, self.err) from None
+                raise subprocess.TimeoutExpired(self.argv, timeout or 0, self.stdout, self.stderr) from None
             self._client.close()
         assert self.returncode is not None
         return self.returncode
@@ -158,16 +158,16 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
     @property
-    def out(self) -> str:
-        return read_from_start(self._out)
+    def stdout(self) -> str:
+        return read_from_start(self._stdout_file)
 
     @property
-    def err(self) -> str:
-        return read_from_start(self._err)
+    def stderr(self) -> str:
+        return read_from_start(self._stderr_file)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        return self.out, self.err
+        return self.stdout, self.stderr
 
 
 def read_from_start(file: IO[bytes]) -> str:
@@ -208,19 +208,19 @@ def execute_command(
     env: Mapping[str, str],
     cwd: Path = ROOT,
     timeout: float = 120,
-    real: bool = False,
+    real_process: bool = False,
     root: Path = ROOT,
     check: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, like subprocess.run with captured text."""
-    command = Command(argv, env=env, cwd=cwd, session=True, real=real, root=root)
+    command = Command(argv, env=env, cwd=cwd, new_session=True, real_process=real_process, root=root)
     try:
         status = command.wait(timeout)
     except BaseException:
         kill_session(command.pid)
         command.wait(10)
         raise
-    completed = subprocess.CompletedProcess(list(argv), status, command.out, command.err)
+    completed = subprocess.CompletedProcess(list(argv), status, command.stdout, command.stderr)
     if check:
         completed.check_returncode()
     return completed

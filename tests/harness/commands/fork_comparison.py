@@ -22,7 +22,7 @@ VARYING_KEYS = {
     "end", "idle_share", "memory", "pid", "pid_started", "rendezvous_seconds", "samples_per_second", "seconds",
     "start", "step_seconds", "time",
 }  # fmt: skip
-"""Keys of values that differ between two real processes, too: times, process numbers and memory."""
+"""Keys of values that also differ between two real processes: times, process IDs and memory."""
 MEASURED_OUTPUT = re.compile(
     r"^ +(throughput|idle share|pipeline) .*|^ +stage \d \|.*\|$|^\d{4}-\d\d-\d\d [\d:,]+", re.MULTILINE
 )
@@ -52,7 +52,7 @@ def describe_types(content: Any) -> Any:
 
 
 def read_masked(path: Path, runs: Path) -> Any:
-    """Read a file of a run without varying values and folder names."""
+    """Read a file of a run, and mask varying values and folder names."""
     if path.suffix == ".pt":
         return mask_varying(torch.load(path, weights_only=True))
     if path.suffix == ".safetensors":
@@ -68,7 +68,7 @@ def read_masked(path: Path, runs: Path) -> Any:
 
 
 def mask_folder_names(text: str, runs: Path) -> str:
-    """Replace the paths of a runs folder and the names of its runs."""
+    """Replace the path of a runs folder and the names of its runs by fixed words."""
     for folder in runs.iterdir() if runs.exists() else ():
         text = text.replace(folder.name, "RUN")
     return text.replace(str(runs), "RUNS")
@@ -80,12 +80,12 @@ def read_all_files(runs: Path) -> dict[str, Any]:
     return {str(file.relative_to(path)): read_masked(file, runs) for file in path.rglob("*") if file.is_file()}
 
 
-def execute_forked_and_real(argv: Callable[[Path], list[str]], place: Path) -> list[CompletedProcess[str]]:
+def execute_forked_and_real(argv: Callable[[Path], list[str]], folder: Path) -> list[CompletedProcess[str]]:
     """Execute a command as a fork and as a real process; return both with masked outputs."""
     processes = []
     for name, real in (("fork", False), ("real", True)):
-        runs = place / name
-        process = execution.execute_command(argv(runs), env=make_environment(), timeout=WAIT_TIMEOUT, real=real)
+        runs = folder / name
+        process = execution.execute_command(argv(runs), env=make_environment(), timeout=WAIT_TIMEOUT, real_process=real)
         process.stdout = MEASURED_OUTPUT.sub("*", mask_folder_names(process.stdout, runs))
         process.stderr = MEASURED_OUTPUT.sub("*", mask_folder_names(process.stderr, runs))
         processes.append(process)

@@ -3,10 +3,10 @@
     python -m tests.harness.commands.fork_server SOCKET      started by tests/harness/commands/execution.py
 
 A request is one message with the command line, the environment, the working directory and three file descriptors.
-The answers are the pid, and at the end the wait status. A forked command runs like a script or module in a new process:
-as `__main__`, with separate signals, streams, exit hooks and exit status. When the stdin of the server closes, for
-example because pytest was killed, the server kills all running commands and exits. It has only one thread, because a
-fork would lose others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
+The answers are the process ID and, after the command has exited, its wait status. A forked command runs like a script
+or module in a new process: as `__main__`, with separate signals, streams, exit hooks and exit status. When the stdin of
+the server closes, for example because pytest was killed, the server kills all running commands and exits. It has only
+one thread, because a fork would lose others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def main() -> None:
     arguments = request["argv"]
     cwd = Path(request["cwd"])
     root = Path(request["root"])
-    set_up_process(arguments, request["env"], cwd, request["streams"], root, session=request["session"])
+    set_up_process(arguments, request["env"], cwd, request["streams"], root, new_session=request["session"])
     exit_process(execute_as_main(arguments))
 
 

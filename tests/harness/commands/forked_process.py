@@ -1,8 +1,9 @@
-"""Turn a process that was forked after all imports into a command: its start, its child processes and its end.
+"""Execute a command in a process that was forked from the fork server after its imports.
 
-A command that replaces itself with a script of the project, as `slurm exp` does, executes it in the same process. A
-command that starts a script or a command of the project, as `slurm sweep` and `slurm rerun` do, forks instead. Their
-sources may be those of a run's code/, which are imported again; torch is not. All other programs are real processes.
+A command that replaces itself with a script of the project, as `slurm exp` does, executes the script in the same
+process. A command that starts a script or a command of the project, as `slurm sweep` and `slurm rerun` do, forks
+itself. The sources may be those in the folder code/ of a run. They are imported again, but torch is not. All other
+programs are real processes.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ from tests.harness.commands import execution
 PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm", "tests")
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # names in subprocess.Popen
 CHILD_PIPE_ENDS = ("p2cread", "c2pwrite", "errwrite")  # the ends of the child's stdin, stdout and stderr
-COMMAND_FILE_NAME = (
-    "forked-command"  # the name of the open file with the command line and environment of a forked command
-)
-INITIAL_IMPORT_PATH = tuple(sys.path[1:])  # of imports, without the folder of a command
-PARENT_STREAMS: list[Any] = []  # stay referenced: closing them would write the parent's buffers to this process's files
+COMMAND_FILE_NAME = "forked-command"  # of the open file with the command line and environment of a forked command
+INITIAL_IMPORT_PATH = tuple(sys.path[1:])  # without the folder of a command
+PARENT_STREAMS: list[Any] = []
+"""Streams of the parent. They stay referenced, because closing them would write its buffers to this process's files."""
 
 
 def set_up_process(
-    arguments: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, session: bool
+    arguments: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, new_session: bool
 ) -> None:
-    """Set the command line, variables, folder, streams and sources of this forked process, and close `streams`."""
-    if session:
+    """Give this forked process the state of a new command: command line, variables, folder, streams and sources."""
+    if new_session:
         os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -48,9 +48,8 @@ def set_up_process(
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
     os.chdir(cwd)
-    command_file = os.memfd_create(
-        COMMAND_FILE_NAME
-    )  # processes_of() reads it, because /proc shows the server's command line
+    # find_processes() reads this file, because /proc shows the command line of the server.
+    command_file = os.memfd_create(COMMAND_FILE_NAME)
     assignments = [f"{name}={value}" for name, value in env.items()]
     os.write(command_file, "\0".join([*arguments, *assignments]).encode())
     set_command_line(arguments, env, root)
@@ -98,22 +97,17 @@ def start_as_fork(self: Any, *arguments: Any, real_start: Any = subprocess.Popen
     env = os.environ if options["env"] is None else options["env"]
     cwd = Path(options["cwd"] or Path.cwd())
     root = execution.find_source_root(env)
-    if (
-        not is_forkable(options)
-        or execution.NO_FORK_VARIABLE in os.environ
-        or not execution.can_fork(argv, env, cwd, root)
-    ):
+    may_fork = is_forkable(options) and execution.NO_FORK_VARIABLE not in os.environ
+    if not (may_fork and execution.can_fork(argv, env, cwd, root)):
         real_start(self, *arguments)
         return
     pipes = {name: options[name] for name in PIPE_ENDS}
     self.pid = os.fork()
     if self.pid == 0:
         try:
-            streams = [
-                os.dup(number if pipes[name] == -1 else pipes[name]) for number, name in enumerate(CHILD_PIPE_ENDS)
-            ]
+            streams = copy_streams(pipes)
             ignores_interrupt = drop_inherited_state(streams)
-            set_up_process(argv[1:], env, cwd, streams, root, session=options["start_new_session"])
+            set_up_process(argv[1:], env, cwd, streams, root, new_session=options["start_new_session"])
             if ignores_interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             exit_process(execute_as_main(argv[1:]))
@@ -121,6 +115,15 @@ def start_as_fork(self: Any, *arguments: Any, real_start: Any = subprocess.Popen
             os._exit(1)
     self._child_created = True
     self._close_pipe_fds(*pipes.values())
+
+
+def copy_streams(pipes: Mapping[str, int]) -> list[int]:
+    """Return copies of the child's stdin, stdout and stderr: of a pipe, or of the parent's stream if there is none."""
+    streams = []
+    for number, name in enumerate(CHILD_PIPE_ENDS):
+        has_pipe = pipes[name] != -1
+        streams.append(os.dup(pipes[name] if has_pipe else number))
+    return streams
 
 
 def is_forkable(options: Mapping[str, Any]) -> bool:
@@ -177,6 +180,7 @@ def execute_as_main(arguments: list[str]) -> int:
 
 
 def get_exit_status(end: SystemExit) -> int:
+    """Return the exit status of an exception. A message is printed, as the interpreter does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr)
@@ -184,7 +188,7 @@ def get_exit_status(end: SystemExit) -> int:
 
 
 def exit_process(status: int) -> None:
-    """Exit like the interpreter, but without the destruction of the server's modules."""
+    """Exit as an interpreter does, but do not destroy the modules that the server has imported."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""Call commands of the project in the process of the test: for tests of many commands that start no other process."""
+"""Call commands of the project in the process of the test, which is faster than a fork.
+
+For commands that start no other process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests.harness.repository import ROOT
 def call_main(
     function: Callable[[list[str]], int], *arguments: str, cwd: Path = ROOT, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Call a command's main() as its module does when it is executed; return its outputs and its exit status."""
+    """Call the main() of a command, as its module does; return the output and the exit status."""
     stdout = io.StringIO()
     stderr = io.StringIO()
     with set_folder_and_environment(cwd, env), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
@@ -38,7 +41,7 @@ def call_verb(verb: str, *arguments: str, cwd: Path = ROOT, **env: str) -> subpr
 
 @contextlib.contextmanager
 def set_folder_and_environment(cwd: Path, env: dict[str, str]) -> Iterator[None]:
-    """Set the folder, and the environment of a command that a test starts."""
+    """Use a folder and the environment of a command in the `with` block."""
     original_environment = dict(os.environ)
     command_environment = make_environment(**env)
     try:

@@ -18,7 +18,7 @@ from tests.harness.commands import execution, forked_process
 from tests.harness.repository import ROOT
 
 WAIT_TIMEOUT = 200.0
-"""Seconds until a test stops waiting: more than a busy machine needs, and less than endless runs take."""
+"""Seconds for which tests wait: longer than a busy machine needs, and shorter than endless runs."""
 
 
 def wait_until(
@@ -43,11 +43,11 @@ def write_script(path: Path, text: str) -> Path:
 
 @dataclass
 class FinishedRun:
-    """A finished command."""
+    """The exit status and output of a script that has trained, and the folder with its run."""
 
-    status: int
-    out: str
-    err: str
+    returncode: int
+    stdout: str
+    stderr: str
     runs: Path
 
     @property
@@ -58,7 +58,7 @@ class FinishedRun:
 
     @property
     def result(self) -> dict[str, Any]:
-        """The values of the run's result, by name."""
+        """The values of the result, by name."""
         return read_result_values(self.folder)
 
     @property
@@ -67,19 +67,19 @@ class FinishedRun:
 
 
 def read_result_values(folder: RunFolder) -> dict[str, Any]:
-    """Return the values of a run's result, by name."""
+    """Return the values of the result of a run, by name."""
     return parse_result(folder.result).flatten_values()
 
 
 def make_environment(**extra: str) -> dict[str, str]:
-    """Return the caller's environment without variables that change a run: no W&B, no running cluster."""
+    """Return the environment of this process without variables that change a run, such as those of W&B and SLURM."""
     dropped_prefixes = ("WANDB_", "FORK_SERVER_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped_prefixes)}
     return variables | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
 
 
 def select_applicable_settings(name: str, settings: Iterable[str]) -> list[str]:
-    """Return the settings without those of training, if the experiment is a pure measurement."""
+    """Return the settings that an experiment has. A pure measurement has no settings of training."""
     if name not in config.list_experiments():
         return list(settings)
     keys = config_keys.list_training_keys(config.import_schema(name))
@@ -87,6 +87,7 @@ def select_applicable_settings(name: str, settings: Iterable[str]) -> list[str]:
 
 
 def make_run_command(name: str, *settings: str, runs: Path) -> list[str]:
+    """Return the command line that trains an experiment."""
     return [
         sys.executable,
         str(ROOT / "experiments" / f"{name}.py"),
@@ -96,11 +97,11 @@ def make_run_command(name: str, *settings: str, runs: Path) -> list[str]:
 
 
 def run_experiment(
-    name: str, *settings: str, runs: Path, timeout: float = 120, real: bool = False, **env: Any
+    name: str, *settings: str, runs: Path, timeout: float = 120, real_process: bool = False, **env: Any
 ) -> FinishedRun:
-    """Run an experiment's script to its end, as a real process if `real`, else as a fork of the fork server."""
+    """Execute the script of an experiment until it exits, as a real process or as a fork of the fork server."""
     argv = make_run_command(name, *settings, runs=runs)
-    process = execution.execute_command(argv, env=make_environment(**env), timeout=timeout, real=real)
+    process = execution.execute_command(argv, env=make_environment(**env), timeout=timeout, real_process=real_process)
     return FinishedRun(process.returncode, process.stdout, process.stderr, runs)
 
 
@@ -121,9 +122,9 @@ def find_processes(marker: str) -> list[int]:
 
 
 def read_forked_command(entry: Path) -> bytes:
-    """Return command line and environment of a process forked from the fork server, or nothing for other processes."""
+    """Return the command line and environment of a fork of the fork server; empty for other processes."""
     for descriptor in (entry / "fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
             if f"/memfd:{forked_process.COMMAND_FILE_NAME} " in f"{descriptor.readlink()} ":
                 return descriptor.read_bytes()
     return b""

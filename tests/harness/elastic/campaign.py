@@ -240,7 +240,7 @@ def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: P
     elastic_settings = ("elastic=true", f"elastic.timeout={pace.timeout}", SETUP)
     arguments = (f"{case.name}+slow", "", f"runs={place}", *settings, *elastic_settings)
     process = Command(
-        [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=make_environment(), session=True
+        [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=make_environment(), new_session=True
     )
     target = Target(process, place)
     try:
@@ -248,7 +248,7 @@ def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: P
             for strike in case.strikes:
                 case.struck.append(target.strike(strike))
         process.wait(PATIENCE)
-        case.outcome = judge(case, target, undisturbed, process.err)
+        case.outcome = judge(case, target, undisturbed, process.stderr)
     except subprocess.TimeoutExpired:
         case.problem = f"FAILED: the run did not end within {PATIENCE:g} s"
     except AssertionError as error:
@@ -258,7 +258,7 @@ def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: P
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         if case.problem:
-            print(process.out + process.err, file=sys.stderr, flush=True)
+            print(process.stdout + process.stderr, file=sys.stderr, flush=True)
         for pid in find_processes(str(place)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -309,7 +309,7 @@ def list_settings(name: str, cache: Path, pace: Pace) -> tuple[str, ...]:
 def train_undisturbed(name: str, cache: Path, runs: Path) -> RunFolder:
     """Train a run on one rank without faults."""
     process = run_experiment(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
-    assert process.status == 0, process.err
+    assert process.returncode == 0, process.stderr
     return process.folder
 
 

@@ -50,11 +50,11 @@ def train_like(
         process = train(faults, *settings, runs=runs / str(number), name=name)
         logs = [file.read_text() for file in process.folder.path.glob("attempts/*/logs/rank-*.log")]
         is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
-        if is_stuck and EndReason.SHARD_LOST.value in process.err:
+        if is_stuck and EndReason.SHARD_LOST.value in process.stderr:
             resumed = resume(BY_NAME[name], process.folder)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:
-            assert process.status == 0, (faults, process.err, logs)
+            assert process.returncode == 0, (faults, process.stderr, logs)
         problems = differences(process.folder, undisturbed)
         assert not problems, (faults, problems)
         if not is_stuck:

@@ -56,4 +56,4 @@ def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: st
 
     record = json.loads((make_once(factory, key, make) / "done.json").read_text())
     assert record["command"] == [name, *settings], f"{key} is the key of another run"
-    return FinishedRun(record["status"], record["out"], record["err"], Path(record["runs"]))
+    return FinishedRun(record["returncode"], record["stdout"], record["stderr"], Path(record["runs"]))

@@ -73,7 +73,7 @@ def train_run(cache: Path, runs: Path, steps: int, *settings: str) -> tuple[Fini
     length = (f"steps={steps}", f"checkpoint.every_steps={steps}")
     arguments = (*RUN_SETTINGS, f"data.cache={cache}", *length, *settings)
     process = processes.run_experiment("resnet_dataparallel", *arguments, runs=runs, timeout=280)
-    assert process.status == 0, process.err + process.out
+    assert process.returncode == 0, process.stderr + process.stdout
     attempt_folder = process.folder.list_attempts()[0].attempt_folder
     checkpoint = torch.load(attempt_folder / f"checkpoints/step-{steps:08d}/rank-0.pt", weights_only=True)
     scores = process.folder.result["scores"]

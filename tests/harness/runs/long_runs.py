@@ -33,11 +33,11 @@ ENDLESS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
 def train_long(name: str, *settings: str, runs: Path, real: bool = False, **env: str) -> Iterator[Command]:
     """Start an experiment in a new session and wait for its first row. Its processes are killed after the block."""
     process = Command(
-        make_run_command(name, *settings, runs=runs), env=make_environment(**env), session=True, real=real
+        make_run_command(name, *settings, runs=runs), env=make_environment(**env), new_session=True, real_process=real
     )
     try:
         wait_until(lambda: has_rows(runs) or process.poll() is not None, "the run trains")
-        assert process.poll() is None, process.out + process.err
+        assert process.poll() is None, process.stdout + process.stderr
         yield process
     finally:
         kill_session(process.pid)

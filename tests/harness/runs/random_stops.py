@@ -78,7 +78,7 @@ def make_images(root: Path, count: int) -> None:
 
 def start(root: Path, place: Path, *, real: bool) -> execution.Command:
     argv = make_run_command(NAME, *SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs")
-    return execution.Command(argv, env=make_environment(), session=True, real=real)
+    return execution.Command(argv, env=make_environment(), new_session=True, real_process=real)
 
 
 def resume(folder: RunFolder) -> None:

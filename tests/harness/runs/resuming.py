@@ -33,7 +33,7 @@ def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: En
     """Return an uninterrupted run on `ranks` ranks, executed once for all tests, which must not change its folder."""
     name = f"whole-{entry.name}-{ranks}"
     run = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
-    assert run.status == 0, run.err
+    assert run.returncode == 0, run.stderr
     return run
 
 
@@ -64,7 +64,7 @@ def resume(
     prefix = ["-m", "tests.harness.runs.dropped_protection", careless] if careless else []
     script = str(ROOT / "experiments" / f"{entry.name}.py")
     argv = [sys.executable, *prefix, script, "--resume", str(folder.path), *arguments]
-    return execution.execute_command(argv, env=make_environment(), real=real)
+    return execution.execute_command(argv, env=make_environment(), real_process=real)
 
 
 def numbers(folder: RunFolder) -> list[tuple[Any, ...]]:

@@ -34,7 +34,7 @@ def write(folder: Path, cache: Path, **tree: Any) -> Path:
 def sweep(file: Path, *options: str, real: bool = False) -> subprocess.CompletedProcess[str]:
     """Execute the command, as a fork of the fork server if not `real`. Its runs are separate processes."""
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *options, "--", str(file)]
-    return execution.execute_command(argv, env=make_environment(), timeout=200, real=real)
+    return execution.execute_command(argv, env=make_environment(), timeout=200, real_process=real)
 
 
 def cells(file: Path) -> list[dict[str, Any]]:
