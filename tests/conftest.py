@@ -19,7 +19,7 @@ from configs.shared import Data
 from tests.harness.commands.execution import ForkServer
 from tests.harness.commands.processes import write_script
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
-from tests.harness.environment.shared_results import Make, make_once, run_once
+from tests.harness.environment.shared_results import GetRun, create_folder_once, run_experiment_once
 from tests.harness.repository import ROOT
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the digits set, prepared once for all tests of all workers."""
-    return make_once(tmp_path_factory, "prepared", prepare_digits)
+    return create_folder_once(tmp_path_factory, "prepared", prepare_digits)
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +109,11 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     """An experiment's run with its smallest settings, made once; no test may write into its folder."""
     common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
     alone = "launch.threads=1"  # tests run three at a time
-    return lambda entry: run_once(
+    return lambda entry: run_experiment_once(
         tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest
     )
 

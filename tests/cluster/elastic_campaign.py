@@ -20,10 +20,17 @@ from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.cluster.lab import Lab, Running, laboratory
 from tests.harness.commands.processes import run_experiment
-from tests.harness.elastic.campaign import SETTINGS, Case, Pace, Target, draw_case, parse_arguments
-from tests.harness.elastic.runs import differences
+from tests.harness.elastic.campaign import (
+    EXPERIMENT_SETTINGS,
+    CampaignCase,
+    FaultyRun,
+    RunLength,
+    draw_case,
+    parse_arguments,
+)
+from tests.harness.elastic.faulty_runs import find_metric_differences
 
-PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
+PACE = RunLength(steps=800, saves=50, timeout=3.0, latest=150)
 MODEL = (
     "data.name=vectors",
     "data.samples=2400",
@@ -37,7 +44,7 @@ LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.eve
 JOB_SETTINGS = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
 
 
-class JobTarget(Target):
+class JobTarget(FaultyRun):
     """The processes of a job."""
 
     newcomer_seconds = 30.0
@@ -58,10 +65,10 @@ class JobTarget(Target):
 
 def list_settings(name: str) -> tuple[str, ...]:
     """Settings of a run of an experiment, on any number of ranks."""
-    return (*MODEL, *LENGTH, *JOB_SETTINGS, *SETTINGS[name])
+    return (*MODEL, *LENGTH, *JOB_SETTINGS, *EXPERIMENT_SETTINGS[name])
 
 
-def run_case(lab: Lab, case: Case, reference: RunFolder) -> None:
+def run_case(lab: Lab, case: CampaignCase, reference: RunFolder) -> None:
     """Run a case and check its outcome."""
     start_time = time.monotonic()
     nodes = 3 if case.ranks == 3 else 2
@@ -90,7 +97,7 @@ def check_outcome(running: Running, reference: RunFolder) -> str:
     folder = running.folder
     attempts = len(folder.list_attempts())
     assert folder.result.get("state") == "finished", folder.result
-    different = differences(folder, reference)
+    different = find_metric_differences(folder, reference)
     assert not different, different
     if attempts == 1:
         return "equal"
@@ -106,7 +113,7 @@ def main() -> int:
     outcomes = dict[str, int]()
     with tempfile.TemporaryDirectory() as scratch, laboratory() as lab:
         references = {}
-        for name in SETTINGS:
+        for name in EXPERIMENT_SETTINGS:
             settings = (*list_settings(name), f"data.cache={scratch}/cache", "processes_per_node=1")
             references[name] = run_experiment(name, *settings, runs=Path(scratch) / name).folder
         for number in numbers:

@@ -14,9 +14,9 @@ from common.models.networks import build_network
 from slurm.local_cluster.slurm_conf import CONTROLLER_ADDRESS
 from tests.cluster.switch import intrude, open_sniffer, read_tcp
 from tests.harness.environment.randomness import draw_seed
-from tests.harness.experiments.registry import REPLICATED
+from tests.harness.experiments.registry import REPLICATED_ENTRY
 from tests.harness.ranks.meeting import identity
-from tests.harness.slurm.site import Site, find_cluster
+from tests.harness.slurm.cluster_site import Site, find_running_cluster
 
 __all__ = ["identity"]
 pytestmark = pytest.mark.timeout(300)
@@ -31,11 +31,11 @@ def test_tls_hides_messages_and_no_intruder_joins_or_stalls_the_ranks(
     weights = build_network("mlp", (28, 28), 10).state_dict()
     weights["fc1.weight"].view(-1, len(PATTERN))[:] = PATTERN
     torch.save(weights, tmp_path / "planted.pt")  # DDP sends these weights from rank 0 to rank 1
-    cluster = find_cluster(site.env)
+    cluster = find_running_cluster(site.env)
     traffic = []
     losses = []
     for runs, encrypted in (("plain", False), ("encrypted", True)):
-        settings = site.settings(runs, "steps=10", *REPLICATED.smallest).removeprefix("--args=").split()
+        settings = site.settings(runs, "steps=10", *REPLICATED_ENTRY.smallest).removeprefix("--args=").split()
         settings += [f"weights={tmp_path / 'planted.pt'}", "launch.nodes=2", "launch.backend=builtin"]
         if encrypted:
             settings.append("launch.tls=true")

@@ -19,7 +19,7 @@ from PIL import Image
 from common.runs.folder import RunFolder
 from common.system.processes import Process
 from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
-from tests.harness.slurm.site import FIRST, Site, own_mounts, up
+from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, create_mount_namespace, start_cluster
 
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 90  # less than the timeout of a message: no rank waited for one that had exited
@@ -168,8 +168,8 @@ def test_an_unwritable_disk_of_a_submitted_run_is_reported_in_time(
     base = tmp_path_factory.mktemp("disk")  # a short path, for SLURM's sockets
     (base / "runs").mkdir()
     with (
-        own_mounts(f"mount -t tmpfs -o size=16M tmpfs {base}/runs") as prefix,
-        up(Site(base, cache, (*FIRST, *prefix))) as site,
+        create_mount_namespace(f"mount -t tmpfs -o size=16M tmpfs {base}/runs") as prefix,
+        start_cluster(Site(base, cache, (*HIGH_PRIORITY, *prefix))) as site,
     ):
         with site.busy():
             submitted = site.submit("ddp_multinode", "", "steps=10")
@@ -193,7 +193,7 @@ def test_an_unwritable_disk_of_a_submitted_run_is_reported_in_time(
 def test_a_silent_or_stopped_controller_is_reported_in_time(
     tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> None:
-    with up(Site(tmp_path_factory.mktemp("down"), cache, FIRST)) as site:
+    with start_cluster(Site(tmp_path_factory.mktemp("down"), cache, HIGH_PRIORITY)) as site:
         submitted = site.submit("mnist_pipeline", "before", "epochs=500")
         assert submitted.returncode == 0, submitted.stderr
         (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")

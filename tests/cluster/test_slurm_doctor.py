@@ -19,7 +19,7 @@ import pytest
 from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.slurm.site import FIRST, Site, until
+from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, wait_on_cluster
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -49,7 +49,7 @@ while pathlib.Path(sys.argv[1]).exists():
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     base = tmp_path_factory.mktemp("doctor")
     shutil.copytree(cache, base / "prepared")
-    three_hosts = Site(base, base / "prepared", FIRST)
+    three_hosts = Site(base, base / "prepared", HIGH_PRIORITY)
     three_hosts.runs.mkdir()
     three_hosts.call("slurm", "cluster", "up", f"--nodes={NODES}", "--conf=SlurmdTimeout=300")
     try:
@@ -191,7 +191,7 @@ def test_the_doctor_names_the_rank_that_made_a_run_fail(site: Site, signal: str,
     process = site.submit("mnist_pipeline", signal, *settings)
     assert process.returncode == 0, process.stderr
     folder = site.run_of(signal)
-    until("steps", folder.read_metrics)
+    wait_on_cluster("steps", folder.read_metrics)
     find = f"pgrep -f '[s]ubmitit.core._submit {folder.path}'"
     subprocess.run(cluster(site).build_command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
     assert "cluster.requeue=false" in site.wait(folder, "FAILED", 60 + STEP_TIMEOUT)

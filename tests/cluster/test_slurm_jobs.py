@@ -15,11 +15,11 @@ import pytest
 from common.config import config
 from common.runs.folder import RunFolder, read_json
 from tests.harness.commands.processes import read_result_values, run_experiment, select_applicable_settings
-from tests.harness.experiments.registry import EXPERIMENTS, Entry
-from tests.harness.slurm.site import FIRST, Site, until, up
+from tests.harness.experiments.registry import ENTRIES, Entry
+from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, start_cluster, wait_on_cluster
 
 pytestmark = pytest.mark.timeout(300)
-all_experiments = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+all_experiments = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 FINAL_ROWS = {True: "test accuracy", False: "bytes sent"}  # a row of the final table, if the experiment trains or not
 SECRET = "0123456789abcdef" * 2 + "01234567"  # as one literal, the snapshot of this file would contain it
 
@@ -95,13 +95,13 @@ def test_replicas_span_the_hosts_and_stages_do_not(site: Site, tmp_path: Path) -
 @pytest.fixture
 def four(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     """A cluster of four hosts, and a checkout on it."""
-    with up(Site(tmp_path_factory.mktemp("four"), cache, FIRST), "--nodes=4") as four_hosts:
+    with start_cluster(Site(tmp_path_factory.mktemp("four"), cache, HIGH_PRIORITY), "--nodes=4") as four_hosts:
         yield four_hosts
 
 
 def test_experiments_span_four_hosts(four: Site) -> None:
     """Each host has a rank; a result that depends on the number of hosts is that of four."""
-    for entry in EXPERIMENTS:
+    for entry in ENTRIES:
         if not entry.check_four_hosts:
             continue
         output = submit_and_follow(four, entry.name, entry.name, *entry.smallest, "steps=12", nodes=4)
@@ -137,7 +137,7 @@ def test_later_edits_do_not_change_a_submitted_run(site: Site) -> None:
                 file.write_text("raise RuntimeError('edited after submission')\n")
             folder = site.run_of("edited")
             assert not folder.list_attempts(), "the run waits for the hosts"
-        until("the run has ended", lambda: folder.result)
+        wait_on_cluster("the run has ended", lambda: folder.result)
     finally:
         for file, text in zip(files, texts, strict=True):
             file.write_text(text)
@@ -171,9 +171,9 @@ def test_a_custom_script_that_is_requeued_continues_in_the_same_folder(site: Sit
     script.write_text(f"#!/bin/sh\ncd {shlex.quote(str(site.checkout))}\nsrun --kill-on-bad-exit=1 {command}\n")
     options = ("--nodes=2", "--ntasks-per-node=1", "--requeue", f"--output={site.folder}/own-script.out")
     job = site.inside("sbatch", "--parsable", *options, str(script)).stdout.strip()
-    until("a checkpoint", lambda: list(site.runs.glob("own-script/*/attempts/0001/checkpoints/step-*")))
+    wait_on_cluster("a checkpoint", lambda: list(site.runs.glob("own-script/*/attempts/0001/checkpoints/step-*")))
     site.inside("scontrol", "requeue", job)
-    until("the end", lambda: site.run_of("own-script").result.get("state") == "finished", 120)
+    wait_on_cluster("the end", lambda: site.run_of("own-script").result.get("state") == "finished", 120)
     folder = site.run_of("own-script")
     _, second_attempt = folder.list_attempts()
     assert second_attempt.parent_record

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.old_runs import VERSIONS, unpack
-from tests.harness.slurm.site import Site
+from tests.harness.slurm.cluster_site import Site
 
 pytestmark = pytest.mark.timeout(300)
 

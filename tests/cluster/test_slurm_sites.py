@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from slurm.local_cluster import slurm_conf
-from tests.harness.slurm.site import Site, folder, own_mounts, until, up
+from tests.harness.slurm.cluster_site import (
+    Site,
+    create_mount_namespace,
+    create_shared_folder,
+    start_cluster,
+    wait_on_cluster,
+)
 
 pytestmark = pytest.mark.timeout(300)
 NOBODY = 65534
@@ -48,9 +54,9 @@ def write_mount_script(paths: list[Path], scratch: Path) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests ran as an ordinary user already")
 def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
-    with folder() as base, folder() as scratch:
+    with create_shared_folder() as base, create_shared_folder() as scratch:
         interpreter = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
-        with own_mounts(write_mount_script(interpreter, scratch)) as prefix:
+        with create_mount_namespace(write_mount_script(interpreter, scratch)) as prefix:
             site = Site(base, base / "cache", (*prefix, *AS_NOBODY))
             site.env["HOME"] = str(base)
             shutil.copytree(cache, site.cache)
@@ -59,7 +65,7 @@ def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
             process = subprocess.run(command, capture_output=True, text=True, check=False)
             if process.returncode:
                 pytest.skip(f"NOT TESTED: an ordinary user cannot run {sys.executable}: {process.stderr[-300:]}")
-            with up(site):
+            with start_cluster(site):
                 check_finished_run(site)
                 check_cancelled_run(site)
 
@@ -93,7 +99,7 @@ def check_cancelled_run(site: Site) -> None:
 def accounting(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     if not all(slurm_conf.find_program(name) for name in ("mariadbd", "slurmdbd")):
         pytest.skip("NOT TESTED: MariaDB is not installed (apt-get install mariadb-server slurmdbd)")
-    with up(Site(tmp_path_factory.mktemp("db"), cache), "--db") as site:
+    with start_cluster(Site(tmp_path_factory.mktemp("db"), cache), "--db") as site:
         yield site
 
 
@@ -102,7 +108,7 @@ def restart_controller_without_state(site: Site) -> None:
     (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
     pid = pid_file.read_text().strip()
     site.inside("kill", pid)
-    until("the controller has ended", lambda: site.inside("kill", "-0", pid).returncode)
+    wait_on_cluster("the controller has ended", lambda: site.inside("kill", "-0", pid).returncode)
     assert site.inside("slurmctld", "-c").returncode == 0
 
 
@@ -122,7 +128,7 @@ def test_accounting_replaces_lost_state_of_the_controller(accounting: Site) -> N
         if name == "CANCELLED":
             site.wait(site.run_of(name), "RUNNING")
             site.inside("scancel", job)
-        until(f"sacct shows {name}", functools.partial(is_in_accounting, site, job, name))
+        wait_on_cluster(f"sacct shows {name}", functools.partial(is_in_accounting, site, job, name))
         (site.run_of(name).path / "result.json").unlink(missing_ok=True)  # it would be read first
     restart_controller_without_state(site)
     for name, (state, status, follow_status) in outcomes.items():

@@ -9,7 +9,7 @@ import yaml
 
 from common.runs.folder import RunFolder, read_json
 from slurm.scheduling.scheduler import choose_scheduler
-from tests.harness.slurm.site import Site, until
+from tests.harness.slurm.cluster_site import Site, wait_on_cluster
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 300
@@ -49,11 +49,11 @@ def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
     assert "array of 6 jobs, at most 3 at a time" in output
     assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "squeue does not show an array"
     assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "not all runs are submitted"
-    struck = until("a task on node2", lambda: find_training_run(site, "node2"))
+    struck = wait_on_cluster("a task on node2", lambda: find_training_run(site, "node2"))
     site.call("slurm", "cluster", "power-off", "2")
     try:
         assert not struck.result, "the run had ended before"
-        until("all points", lambda: sum(bool(folder.result) for folder in list_runs(site)) == 6, 240)
+        wait_on_cluster("all points", lambda: sum(bool(folder.result) for folder in list_runs(site)) == 6, 240)
     finally:
         site.call("slurm", "cluster", "power-on", "2")
     folders = list_runs(site)
@@ -73,7 +73,7 @@ def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
     assert f"bitwise equal in {STEPS} steps" in repeated.stdout
     assert len(list_runs(site)) == 7
     node_state = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
-    until("node2 is idle", lambda: site.inside(*node_state).stdout.strip() == "idle", 90)
+    wait_on_cluster("node2 is idle", lambda: site.inside(*node_state).stdout.strip() == "idle", 90)
 
 
 def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pyte
     assert slurm is not None
     command = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
     job = site.inside(*command).stdout.strip()
-    until("the first task", lambda: slurm.read_job_state(f"{job}_0")[0] == "RUNNING")
+    wait_on_cluster("the first task", lambda: slurm.read_job_state(f"{job}_0")[0] == "RUNNING")
     states = {}
     for task, description in slurm.read_queue().items():
         if task.startswith(f"{job}_"):
@@ -90,7 +90,7 @@ def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pyte
     assert states == {"0": "RUNNING", "1": "PENDING", "2": "PENDING", "3": "PENDING"}
     assert "JobArrayTaskLimit" in slurm.read_job_state(f"{job}_2")[1]
     site.inside("scancel", job)
-    until("the tasks are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
+    wait_on_cluster("the tasks are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
 
 
 def read_hosts(folder: RunFolder) -> list[str]:

@@ -31,8 +31,8 @@ from tests.harness.commands.bad_input import (
 )
 from tests.harness.commands.processes import make_environment
 from tests.harness.repository import ROOT
-from tests.harness.runs.damaged_runs import OF_A_RUN
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.damaged_runs import RUN_COMMANDS
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 MNIST = ("data.name=mnist", "data.root={folder}/raw", "data.download_timeout=0")
 
@@ -211,9 +211,9 @@ INVALID_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", 
 
 
 @pytest.mark.parametrize("text", INVALID_RUNS, ids=ascii)
-@pytest.mark.parametrize("command", OF_A_RUN)
+@pytest.mark.parametrize("command", RUN_COMMANDS)
 def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
-    arguments = [argument.replace("{}", text) for argument in OF_A_RUN[command].split(" ")]
+    arguments = [argument.replace("{}", text) for argument in RUN_COMMANDS[command].split(" ")]
     completed = in_process_calls.call_verb(*arguments, cwd=tmp_path)
     assert completed.returncode == 2, completed
     assert "Traceback" not in completed.stderr, completed
@@ -239,7 +239,7 @@ def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> N
 def test_invalid_arguments_about_a_trained_model_are_refused(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
+    folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path)
     completed = in_process_calls.call_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments))
     assert completed.returncode == 2, completed
     assert message in completed.stderr, completed
@@ -272,7 +272,7 @@ def test_invalid_arguments_of_other_commands_are_refused(
 
 
 def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
-    folder = Made("ddp_multinode", 0, 20).write(tmp_path)
+    folder = SyntheticRun("ddp_multinode", 0, 20).write(tmp_path)
     with pytest.raises(UserError, match=r"is a run of ddp_multinode, not of .*; resume it with python experiments/ddp"):
         config.load_config(config.import_schema("mnist_pipeline"), [f"--resume={folder.path}"], {})
 

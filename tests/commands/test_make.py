@@ -28,8 +28,8 @@ from tests.harness.commands import in_process_calls
 from tests.harness.commands.make_targets import record_slurm_arguments
 from tests.harness.commands.processes import FinishedRun, find_processes, make_environment, write_script
 from tests.harness.repository import ROOT
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm
 
 HOSTILE = [
     "x; touch pwned",
@@ -347,7 +347,7 @@ for words in (
 
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
     """SLURM is installed without a configuration, as in a fresh installation of Debian."""
-    fake = Fake(place.parent)
+    fake = FakeSlurm(place.parent)
     fake.conf.unlink()
     env = fake.environment()
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
@@ -402,7 +402,7 @@ def test_the_environment_sets_nothing(place: Path) -> None:
     ids=str,
 )
 def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) -> None:
-    Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
+    SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path / "runs")
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "slurm", *arguments.split()]

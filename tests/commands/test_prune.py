@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.processes import make_environment
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
     outside.mkdir()
     (outside / "precious").write_text("x")
     for number, state in enumerate(("finished", "failed", "running")):
-        folder = Made("ddp_multinode", number, 20, state=state).write(place)
+        folder = SyntheticRun("ddp_multinode", number, 20, state=state).write(place)
         attempt_folder = folder.list_attempts()[0].attempt_folder
         checkpoint = attempt_folder / "checkpoints/step-00000010"
         checkpoint.mkdir(parents=True)

@@ -11,7 +11,13 @@ import pytest
 import yaml
 
 from tests.harness.commands.processes import run_experiment
-from tests.harness.pages.page_commands import PAGES, README, check_command, list_commands, make_runs
+from tests.harness.pages.page_commands import (
+    PAGES,
+    README_COMMANDS,
+    check_page_command,
+    list_page_commands,
+    write_page_runs,
+)
 from tests.harness.repository import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
@@ -23,12 +29,12 @@ EXPERIMENT_PAGES = sorted(set((ROOT / "experiments").glob("*.md")) - {TECHNIQUES
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_runs(tmp_path_factory.mktemp("readme"))
+    return write_page_runs(tmp_path_factory.mktemp("readme"))
 
 
-@pytest.mark.parametrize("command", README)
+@pytest.mark.parametrize("command", README_COMMANDS)
 def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path, runs: Path) -> None:
-    check_command(command, cache, tmp_path, place, runs)
+    check_page_command(command, cache, tmp_path, place, runs)
 
 
 def slugs(page: Path) -> set[str]:
@@ -81,7 +87,7 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
     page = script.with_suffix(".md").read_text()
     assert "](https://arxiv.org/abs/" in page
     assert f"({script.name})" in page
-    assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_commands(*PAGES))
+    assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_page_commands(*PAGES))
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "common").rglob("README.md")), ids=lambda page: page.parent.name)

@@ -28,9 +28,9 @@ from slurm.launch import rerun
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.processes import make_environment, run_experiment
 from tests.harness.custom_code.examples import write_example, write_schedule
-from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.experiments.registry import ENTRIES
 from tests.harness.repository import ROOT
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -72,7 +72,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
 
 
 def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path) -> None:
-    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
+    old = SyntheticRun("ddp_multinode", 1, 20).write(tmp_path / "old")
     (old.path / "code/own").mkdir(parents=True)
     (old.path / "code/own/data.py").write_text("the file of then")
     file = write_example(tmp_path)
@@ -85,7 +85,7 @@ def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path)
 
 def make_run_with_custom_files(experiment: str, cfg: TrainingExperiment, tmp_path: Path) -> RunFolder:
     """Return the folder of a run that stores the custom files of its config."""
-    old = Made(experiment, 1, 20).write(tmp_path / "old")
+    old = SyntheticRun(experiment, 1, 20).write(tmp_path / "old")
     provenance.copy_custom_files(cfg, old.path / "code")
     return old
 
@@ -150,7 +150,7 @@ def test_a_repetition_stores_the_files_of_a_custom_optimizer_and_decay(tmp_path:
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
+    old = SyntheticRun("mnist_pipeline", 1, 20).write(tmp_path / "old")
     for steps, equal in ((20, True), (19, False), (21, False)):
         new = RunFolder(tmp_path / f"new-{steps}" / old.path.name)
         shutil.copytree(old.path, new.path)
@@ -188,8 +188,8 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
 
 
 def test_the_largest_difference_of_losses_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = Made(number=0, steps=10).write(tmp_path)
-    new = Made(number=1, steps=10).write(tmp_path)
+    old = SyntheticRun(number=0, steps=10).write(tmp_path)
+    new = SyntheticRun(number=1, steps=10).write(tmp_path)
     text = old.list_attempts()[0].metrics_file.read_text()
     new.list_attempts()[0].metrics_file.write_text(text)
     assert rerun.compare_runs(old, new)
@@ -238,7 +238,7 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: lis
 
 
 def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
-    run = Made("mnist_pipeline", state="running").write(tmp_path).path
+    run = SyntheticRun("mnist_pipeline", state="running").write(tmp_path).path
     repeated = in_process_calls.call_verb("rerun", "--", str(run))
     remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
     assert repeated.returncode == 2
@@ -266,8 +266,8 @@ OUTCOME = {
 def test_all_results_that_depend_on_the_training_alone_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = Made(number=0, steps=10).write(tmp_path)
-    new = Made(number=1, steps=10).write(tmp_path)
+    old = SyntheticRun(number=0, steps=10).write(tmp_path)
+    new = SyntheticRun(number=1, steps=10).write(tmp_path)
     shutil.copy(old.list_attempts()[0].metrics_file, new.list_attempts()[0].metrics_file)
     trained = SCORES | OUTCOME | {"data": "digits"}
     old_result = FINISHED | MEASURED | {"scores": SCORES, "outcome": OUTCOME}
@@ -292,9 +292,9 @@ def test_all_results_that_depend_on_the_training_alone_are_compared(
         assert messages == [f"result      {key}: was {value}, now {changed}{distance}"]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains])
 def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, tmp_path: Path) -> None:
-    old = Made(name, 1, 4).write(tmp_path)
+    old = SyntheticRun(name, 1, 4).write(tmp_path)
     text = (old.path / "config.yaml").read_text()
     (old.path / "config.yaml").write_text(f"{text}batch: 64\ndata:\n  name: none\n")
     write_json(old.path / "meta.json", {})

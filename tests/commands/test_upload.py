@@ -12,7 +12,7 @@ import pytest
 from slurm.reports import wandb_sync
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.processes import make_environment
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
 def panels(view: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_a_wrong_project_is_refused(project: str) -> None:
 
 
 def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
-    folder = Made("mnist_pipeline", 0, 10).write(tmp_path / "runs")
+    folder = SyntheticRun("mnist_pipeline", 0, 10).write(tmp_path / "runs")
     (folder.path / "wandb/offline-run-1").mkdir(parents=True)
     (folder.path / "wandb/offline-run-1/run.wandb").touch()
     env = make_environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
@@ -64,7 +64,7 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
 
 
 def test_only_tracked_runs_are_viewed(tmp_path: Path) -> None:
-    folder = Made("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
+    folder = SyntheticRun("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
     refused = in_process_calls.call_verb("leet", f"--runs-folder={tmp_path / 'runs'}")
     assert refused.returncode == 2
     assert "make compare" in refused.stderr

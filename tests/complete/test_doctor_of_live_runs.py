@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import execution, in_process_calls
-from tests.harness.commands.processes import make_environment
-from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
+from tests.harness.commands.processes import get_only_run, make_environment
+from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 
 def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
@@ -33,9 +33,9 @@ def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
 def test_a_straggler_is_named_while_the_run_trains(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
     arguments = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
-    with train_long("ddp_multinode", *arguments, runs=tmp_path) as process:
-        folder = only_folder(tmp_path)
-        slow_rank = ranks_of(process)[1]
+    with start_long_run("ddp_multinode", *arguments, runs=tmp_path) as process:
+        folder = get_only_run(tmp_path)
+        slow_rank = list_rank_pids(process)[1]
         deadline = time.monotonic() + 120
         diagnosis = ""
         while "rank 1 on " not in diagnosis:

@@ -21,14 +21,14 @@ from common.models import exporting, model_file
 from common.runs.folder import RunFolder
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import run_experiment
-from tests.harness.environment.shared_results import Make
+from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.entry import Entry
-from tests.harness.experiments.registry import EXPERIMENTS, REPLICATED, STAGED
+from tests.harness.experiments.registry import ENTRIES, REPLICATED_ENTRY, STAGED_ENTRY
 from tests.harness.repository import ROOT
 
-NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
+NETWORKS = [entry for entry in ENTRIES if entry.exports]
 EVALUATED: list[tuple[str, tuple[str, ...]]] = []
-for experiment in EXPERIMENTS:
+for experiment in ENTRIES:
     EVALUATED += [(experiment.name, settings) for settings in experiment.evaluated]
 
 
@@ -50,15 +50,15 @@ def export(folder: RunFolder, *arguments: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
 def test_the_torch_export_file_computes_the_same_outputs(
-    entry: Entry, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry: Entry, finished: GetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One experiment is checked in a process without this project, the others in this process."""
-    if entry != STAGED:
+    if entry != STAGED_ENTRY:
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
     folder = copy(finished(entry).folder, tmp_path)
     completed = export(folder, "--format=torch.export")
     assert completed.returncode == 0, completed.stderr
-    if entry == STAGED:
+    if entry == STAGED_ENTRY:
         assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
     images = torch.randn(3, *facts["shape"])
@@ -85,10 +85,10 @@ def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = ""
 
 
 def test_the_example_of_the_readme_uses_a_trained_model(
-    finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: GetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
-    folder = copy(finished(STAGED).folder, tmp_path)
+    folder = copy(finished(STAGED_ENTRY).folder, tmp_path)
     assert export(folder, "--format=torch.export").returncode == 0
     exported, safetensors = read_readme_examples()
     facts = json.loads((folder.path / "model.json").read_text())
@@ -114,20 +114,20 @@ labels = np.load({data + "/test_labels.npy"!r})[:333]
             assert set(names) <= set(facts["class_names"])
 
 
-def test_the_safetensors_file_is_named(finished: Make) -> None:
-    folder = finished(REPLICATED).folder
+def test_the_safetensors_file_is_named(finished: GetRun) -> None:
+    folder = finished(REPLICATED_ENTRY).folder
     completed = export(folder)
     assert completed.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
 
 
-def test_an_unknown_format_is_refused(finished: Make) -> None:
-    completed = export(finished(REPLICATED).folder, "--format=pickle")
+def test_an_unknown_format_is_refused(finished: GetRun) -> None:
+    completed = export(finished(REPLICATED_ENTRY).folder, "--format=pickle")
     assert completed.returncode == 2
     assert "use safetensors, torch.export or onnx" in completed.stderr
 
 
-def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path: Path) -> None:
-    folder = copy(finished(REPLICATED).folder, tmp_path)
+def test_onnx_is_exported_or_missing_packages_are_named(finished: GetRun, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED_ENTRY).folder, tmp_path)
     completed = export(folder, "--format=onnx")
     if all(importlib.util.find_spec(name) for name in exporting.ONNX_PACKAGES):
         assert completed.returncode == 0, completed.stderr

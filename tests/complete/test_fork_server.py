@@ -19,13 +19,14 @@ from tests.harness.commands.fork_comparison import execute_forked_and_real, mask
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
     find_processes,
+    get_only_run,
     make_environment,
     make_run_command,
     run_experiment,
     wait_until,
 )
 from tests.harness.repository import ROOT
-from tests.harness.runs.long_runs import ENDLESS, only_folder, train_long
+from tests.harness.runs.long_runs import ENDLESS_SETTINGS, start_long_run
 
 
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
@@ -78,10 +79,10 @@ def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tup
 
 def interrupt_training(runs: Path, quick: tuple[str, ...], *, real: bool) -> tuple[int | None, str, list[str]]:
     """Interrupt a run. Returns exit status, output and files, without what depends on the time of the interruption."""
-    with train_long("mnist_pipeline", *quick, *ENDLESS, runs=runs, real=real) as process:
+    with start_long_run("mnist_pipeline", *quick, *ENDLESS_SETTINGS, runs=runs, real=real) as process:
         process.send_signal(signal.SIGINT)
         output = "\n--\n".join(mask_folder_names(text, runs) for text in process.communicate(WAIT_TIMEOUT))
-    last_step = only_folder(runs).result["last_step"]
+    last_step = get_only_run(runs).result["last_step"]
     files = [re.sub(r"step-\d+", "step-LAST", file) for file in read_all_files(runs)]
     output = re.sub(r"^epoch .*\n", "", output, flags=re.MULTILINE)
     output = re.sub(rf"\bstep {last_step}\b", "step LAST", output)

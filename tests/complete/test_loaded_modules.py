@@ -12,14 +12,14 @@ import pytest
 
 from common.config import config
 from tests.harness.commands.processes import make_environment
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.experiments.loaded_modules import count_tokens
-from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.experiments.registry import ENTRIES
 from tests.harness.repository import ROOT
 
-TRAINED = {entry.name: entry.techniques for entry in EXPERIMENTS if entry.techniques is not None}
+TRAINED = {entry.name: entry.techniques for entry in ENTRIES if entry.techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
-SHARED = [entry.name for entry in EXPERIMENTS if not entry.own_technique]
+SHARED = [entry.name for entry in ENTRIES if not entry.own_technique]
 """Experiments whose technique cannot be deleted, so that a deletion does not change the mean."""
 MAX_MEAN_TOKENS = 92_400  # 75 % of the tokens that these scripts loaded when the core imported every technique
 
@@ -38,7 +38,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
         )
         assert completed.returncode == 0, completed.stderr
 
-    folder = make_once(tmp_path_factory, "modules", list_modules)
+    folder = create_folder_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     tokens: dict[str, dict[str, int]] = {}
     for name, modules in files.items():

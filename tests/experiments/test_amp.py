@@ -22,7 +22,7 @@ from configs.amp_accum import Config
 from configs.shared import Optim
 from experiments import amp_accum
 from tests.harness.commands.processes import run_experiment
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.parity.amp_cases import PLANTS, expected
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.ddp_cases import wrong
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[int, 
         for count, names in cases.items():
             train_cases("amp_cases", folder, cache, count, names)
 
-    folder = make_once(tmp_path_factory, "amp", train)
+    folder = create_folder_once(tmp_path_factory, "amp", train)
     return {count: torch.load(folder / f"results-{count}.pt", weights_only=True) for count in cases}
 
 

@@ -32,11 +32,11 @@ from experiments import collectives as script
 from slurm.launch import rerun
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import read_result_values, run_experiment
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.resuming import cut_off, resume, trained_steps
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import copy_as_interrupted, list_trained_steps, resume_run
 
-COLLECTIVES = BY_NAME["collectives"]
+COLLECTIVES = ENTRY_BY_NAME["collectives"]
 BACKEND_VARIANT = CollectiveVariant({})
 VARIANTS = {
     "gloo": BACKEND_VARIANT,
@@ -223,7 +223,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -
 
 
 def test_repeated_measurements_are_compared_by_their_exact_results(
-    finished: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: GetRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = finished(COLLECTIVES).folder
     exact_results = read_result_values(first)["exact_results"]
@@ -243,7 +243,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     uninterrupted = run_experiment(
         "collectives", *COLLECTIVES.smallest, *saving, *quiet, runs=tmp_path / "whole"
     ).folder
-    folder = cut_off(uninterrupted, 21, tmp_path)  # within a round
+    folder = copy_as_interrupted(uninterrupted, 21, tmp_path)  # within a round
     before = folder.read_metrics()[:21]
     for setting, message in (
         ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
@@ -251,14 +251,14 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this run"),
     ):
         copy = RunFolder(shutil.copytree(folder.path, tmp_path / setting / folder.path.name))
-        completed = resume(COLLECTIVES, copy, setting)
+        completed = resume_run(COLLECTIVES, copy, setting)
         assert completed.returncode == 2
         assert message in completed.stderr
         assert "Traceback" not in completed.stderr
-    completed = resume(COLLECTIVES, folder)
+    completed = resume_run(COLLECTIVES, folder)
     assert completed.returncode == 0, completed.stderr
     assert "resumed from step 21" in completed.stdout, completed.stderr
-    assert trained_steps(folder) == list(range(1, 41))
+    assert list_trained_steps(folder) == list(range(1, 41))
     assert folder.read_metrics()[:21] == before
     column = "all_reduce float32 gloo"
     times = [row[column] for row in folder.read_metrics() if row.get("bytes") == 1024 and column in row]

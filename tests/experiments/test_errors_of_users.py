@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.commands import execution
 from tests.harness.commands.processes import WAIT_TIMEOUT, FinishedRun, make_environment
-from tests.harness.runs.long_runs import free_port
+from tests.harness.runs.long_runs import find_free_port
 
 
 def run_with_error(case: str, settings: tuple[str, ...], runs: Path, **variables: str) -> FinishedRun:
@@ -56,7 +56,7 @@ def test_a_run_continues_if_its_output_cannot_be_written(
 
 
 def test_a_rank_of_torchrun_that_exits_records_its_own_status(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     completed = run_with_error("exit", (*quick, "stages=1"), tmp_path, **variables)
     assert completed.returncode == 2, "the status of a refusal, which would delete the folder of the run"
     result = completed.folder.result

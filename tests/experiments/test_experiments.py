@@ -24,30 +24,30 @@ from common.runs.result import parse_result
 from configs.dataparallel import Replicated
 from tests.harness.commands.execution import Command
 from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command, run_experiment
-from tests.harness.environment.shared_results import Make, run_once
-from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
+from tests.harness.environment.shared_results import GetRun, run_experiment_once
+from tests.harness.experiments.registry import ARCHETYPE_ENTRIES, ENTRIES, STAGED_ENTRY, Entry
 from tests.harness.repository import ROOT
-from tests.harness.runs.resuming import trained_steps
+from tests.harness.runs.resuming import list_trained_steps
 
-every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
-archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
+every = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+archetype = pytest.mark.parametrize("entry", ARCHETYPE_ENTRIES, ids=lambda entry: entry.name)
 
 
 @pytest.fixture
-def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def repeated(finished: GetRun, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     """The finished run of an experiment, repeated from its config; archetypes with a profile."""
 
     def make(entry: Entry) -> FinishedRun:
         file = finished(entry).folder.path / "config.yaml"
-        profile = 2 if entry in ARCHETYPES else 0
+        profile = 2 if entry in ARCHETYPE_ENTRIES else 0
         arguments = ("--config", str(file), f"profile={profile}")
-        return run_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *arguments)
+        return run_experiment_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *arguments)
 
     return make
 
 
 def test_the_list_is_complete() -> None:
-    assert sorted(entry.name for entry in EXPERIMENTS) == config.list_experiments()
+    assert sorted(entry.name for entry in ENTRIES) == config.list_experiments()
 
 
 def check_that_it_trains(entry: Entry, completed: FinishedRun) -> None:
@@ -64,7 +64,7 @@ def check_that_it_trains(entry: Entry, completed: FinishedRun) -> None:
 
 
 @every
-def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: Make) -> None:
+def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: GetRun) -> None:
     completed = finished(entry)
     assert completed.returncode == 0, completed.stderr
     folder = completed.folder
@@ -80,7 +80,7 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
     assert meta["history"][0]["state"] == "finished"
     assert meta["history"][0]["end"]
     rows = folder.read_metrics()
-    assert trained_steps(folder) == list(range(1, 41))
+    assert list_trained_steps(folder) == list(range(1, 41))
     if entry.trains:
         assert result["data"] == "digits"
         assert result["test_samples"] == rows[-1]["test_samples"] == 333
@@ -92,7 +92,7 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
 
 
 @every
-def test_the_run_folder_contains_the_source_code(entry: Entry, finished: Make) -> None:
+def test_the_run_folder_contains_the_source_code(entry: Entry, finished: GetRun) -> None:
     code = finished(entry).folder.path / "code"
     script = Path("experiments") / f"{entry.name}.py"
     assert (code / script).read_text() == (ROOT / script).read_text()
@@ -101,7 +101,7 @@ def test_the_run_folder_contains_the_source_code(entry: Entry, finished: Make) -
 
 
 @every
-def test_the_output_contains_scores_and_paths(entry: Entry, finished: Make) -> None:
+def test_the_output_contains_scores_and_paths(entry: Entry, finished: GetRun) -> None:
     completed = finished(entry)
     scores = ("data digits", "test accuracy", "samples/s") if entry.trains else ()
     for part in (*scores, str(completed.folder.path), "make rerun"):
@@ -113,10 +113,10 @@ def test_the_output_contains_scores_and_paths(entry: Entry, finished: Make) -> N
 
 
 @every
-def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: Make, repeated: Make) -> None:
+def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: GetRun, repeated: GetRun) -> None:
     first = finished(entry)
     second = repeated(entry)
-    assert trained_steps(first.folder) == trained_steps(second.folder)
+    assert list_trained_steps(first.folder) == list_trained_steps(second.folder)
     assert first.losses == second.losses
     repeatable = parse_result(first.folder.result).select_repeatable()
     assert parse_result(second.folder.result).select_repeatable() == repeatable
@@ -124,7 +124,7 @@ def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: 
 
 
 @archetype
-def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
+def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: GetRun) -> None:
     completed = repeated(entry)
     assert completed.returncode == 0, completed.stderr
     for rank in range(entry.processes):
@@ -136,7 +136,7 @@ def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
 
 @archetype
 def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_only(
-    entry: Entry, finished: Make, tmp_path: Path
+    entry: Entry, finished: GetRun, tmp_path: Path
 ) -> None:
     file = finished(entry).folder.path / "config.yaml"
     other = run_experiment(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
@@ -148,9 +148,9 @@ def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_o
 
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
     arguments = make_run_command(
-        STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path
+        STAGED_ENTRY.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path
     )
-    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
+    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED_ENTRY.smallest]
     completed = subprocess.run(
         ["script", "-qec", shlex.join(arguments), "/dev/null"],  # runs the command on a terminal
         cwd=ROOT,
@@ -168,14 +168,16 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
 
 def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
     for option in ("--help", "--print-config"):
-        completed = run_experiment(STAGED.name, option, runs=tmp_path / "runs")
+        completed = run_experiment(STAGED_ENTRY.name, option, runs=tmp_path / "runs")
         assert completed.returncode == 0
         assert "batch" in completed.stdout
     assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) -> None:
-    process = Command(make_run_command(STAGED.name, "--help", runs=tmp_path), env=make_environment(), real_process=True)
+    process = Command(
+        make_run_command(STAGED_ENTRY.name, "--help", runs=tmp_path), env=make_environment(), real_process=True
+    )
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.005)
@@ -207,7 +209,7 @@ def test_every_script_imports_common_first_and_only_calls_start(entry: Entry) ->
 
 
 @pytest.mark.parametrize(
-    "name", [entry.name for entry in EXPERIMENTS if issubclass(config.import_schema(entry.name), Replicated)]
+    "name", [entry.name for entry in ENTRIES if issubclass(config.import_schema(entry.name), Replicated)]
 )
 def test_the_mains_of_data_parallel_scripts_differ_in_their_technique_only(name: str) -> None:
     first, second = (read_main(script).splitlines() for script in ("ddp_multinode", name))

@@ -9,14 +9,14 @@ from common.runs.folder import read_json
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import run_experiment
 from tests.harness.custom_code.examples import write_example
-from tests.harness.experiments.registry import REPLICATED
-from tests.harness.runs.resuming import resume
+from tests.harness.experiments.registry import REPLICATED_ENTRY
+from tests.harness.runs.resuming import resume_run
 
 
 def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path: Path) -> None:
     file = write_example(tmp_path)
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
-    completed = run_experiment(REPLICATED.name, *settings, *REPLICATED.smallest, runs=tmp_path / "runs")
+    completed = run_experiment(REPLICATED_ENTRY.name, *settings, *REPLICATED_ENTRY.smallest, runs=tmp_path / "runs")
     assert completed.returncode == 0, completed.stderr
     folder = completed.folder
     assert completed.result["data"] == f"{file}:load"
@@ -31,7 +31,7 @@ def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path:
     assert "recorded by the run: " in evaluation.stdout, evaluation.stdout + evaluation.stderr
     file.write_text("another file by now")
     shutil.rmtree(tmp_path / "sets")
-    resumed = resume(REPLICATED, folder, "steps=70")
+    resumed = resume_run(REPLICATED_ENTRY, folder, "steps=70")
     assert resumed.returncode == 0, resumed.stderr
     assert "extending the run after step 60" in resumed.stdout, resumed.stderr
     assert "different data" not in resumed.stderr

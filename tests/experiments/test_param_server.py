@@ -24,10 +24,10 @@ from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
 from tests.harness.commands.processes import FinishedRun, run_experiment
-from tests.harness.elastic.runs import list_changes, train_alone, train_like
-from tests.harness.environment.shared_results import run_once
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.resuming import cut_off, resume, trained_steps
+from tests.harness.elastic.faulty_runs import list_world_changes, train_and_compare, train_on_one_rank
+from tests.harness.environment.shared_results import run_experiment_once
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import copy_as_interrupted, list_trained_steps, resume_run
 
 WORKERS = 3
 SERVERS = 2
@@ -41,7 +41,7 @@ Logs = list[list[dict[str, Any]]]
 def recorded(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An asynchronous run whose servers recorded their events."""
     settings = ("mode=async", "model=mlp", "record=true", "compare=true")
-    return run_once(tmp_path_factory, "async", "param_server", *quick, *SPREAD, *settings)
+    return run_experiment_once(tmp_path_factory, "async", "param_server", *quick, *SPREAD, *settings)
 
 
 def read_logs(folder: RunFolder, attempt: int = 0) -> Logs:
@@ -120,11 +120,11 @@ def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Finishe
 
 
 def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun, tmp_path: Path) -> None:
-    folder = cut_off(recorded.folder, SAVED_STEP, tmp_path)
-    completed = resume(BY_NAME["param_server"], folder)
+    folder = copy_as_interrupted(recorded.folder, SAVED_STEP, tmp_path)
+    completed = resume_run(ENTRY_BY_NAME["param_server"], folder)
     assert completed.returncode == 0, completed.stderr
     assert f"resumed from step {SAVED_STEP}" in completed.stdout
-    assert trained_steps(folder) == list(range(1, STEPS + 1))
+    assert list_trained_steps(folder) == list(range(1, STEPS + 1))
     for log in read_logs(folder, attempt=1):
         assert sorted(list_tickets(log)) == list(range(WORKERS * SAVED_STEP, WORKERS * STEPS))
     assert folder.result["measured"]["pushes"] == [WORKERS * (STEPS - SAVED_STEP)] * SERVERS
@@ -162,7 +162,7 @@ def test_losses_equal_those_of_one_process_after_a_worker_is_killed(
 ) -> None:
     settings = (f"data.cache={cache}", "plot=false")
     elastic = (*SPREAD, "elastic=true", "elastic.rejoin=0")
-    single = train_alone(tmp_path_factory, *settings, name="param_server")
+    single = train_on_one_rank(tmp_path_factory, *settings, name="param_server")
     runs = tmp_path / "runs"
-    folder = train_like(single, "push:2:7:kill", *settings, *elastic, runs=runs, name="param_server")
-    assert list_changes(folder) == [([2], [])]
+    folder = train_and_compare(single, "push:2:7:kill", *settings, *elastic, runs=runs, name="param_server")
+    assert list_world_changes(folder) == [([2], [])]

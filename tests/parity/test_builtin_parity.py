@@ -11,15 +11,15 @@ import pytest
 from common.runs.folder import read_json
 from tests.harness.commands import execution
 from tests.harness.commands.processes import FinishedRun, make_environment, run_experiment
-from tests.harness.environment.shared_results import run_once
-from tests.harness.experiments.registry import EXPERIMENTS, Entry
+from tests.harness.environment.shared_results import run_experiment_once
+from tests.harness.experiments.registry import ENTRIES, Entry
 from tests.harness.parity import ddp_cases, stage_cases
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.reference import TOLERANCE, differences
-from tests.harness.runs.resuming import ALONE
+from tests.harness.runs.resuming import ONE_THREAD
 
 STEPS = 5
-EXACT = ("dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
+EXACT = ("dtype=float64", "checkpoint.every_steps=0", ONE_THREAD, f"steps={STEPS}")
 BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
 
@@ -36,7 +36,7 @@ def check_equal_losses(trained: FinishedRun, single_process: FinishedRun) -> Non
     assert len(trained.losses) == STEPS
 
 
-@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     """A pure measurement itself compares its outputs with arithmetic."""
     model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
@@ -56,7 +56,7 @@ TRANSPORT_SETTINGS = {
 }
 FSDP = {"ddp_multinode": ("strategy=fsdp",)}  # all other tests use DDP
 OVER_TRANSPORTS: list[tuple[Entry, str]] = []
-for experiment in EXPERIMENTS:
+for experiment in ENTRIES:
     OVER_TRANSPORTS += [(experiment, transport) for transport in experiment.transports]
 
 
@@ -73,7 +73,9 @@ def test_an_experiment_over_a_transport_equals_one_process(
     spread = entry.spread(2)
     if transport == "two_level":  # two hosts with one rank each
         spread = tuple(setting.replace("processes_per_node=2", "processes_per_node=1") for setting in spread)
-    single_process = run_once(tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.spread(1))
+    single_process = run_experiment_once(
+        tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.spread(1)
+    )
     two_ranks = run_experiment(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
     check_equal_losses(two_ranks, single_process)
     world = read_world(two_ranks)

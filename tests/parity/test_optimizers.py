@@ -11,9 +11,9 @@ from configs.shared import OPTIMIZERS
 from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
 from tests.harness.custom_code.examples import write_example
-from tests.harness.custom_code.optimizers import Breach, write_own
+from tests.harness.custom_code.optimizers import Violation, write_optimizer
 
-LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
+LOCAL_NORM = Violation(  # each rank divides by the norm of its shard
     'p.add_(state["mean"]',
     'p.add_(state["mean"] / (1 + getattr(p.grad, "_local_tensor", p.grad).norm())',
     "parameters sharded by FSDP2 get different values than full parameters: compute each norm from full_tensor()",
@@ -42,7 +42,7 @@ def test_the_example_of_the_contributing_page_passes(tmp_path: Path) -> None:
 
 
 def test_a_norm_of_shards_is_refused(tmp_path: Path) -> None:
-    name = write_own(tmp_path, LOCAL_NORM)
+    name = write_optimizer(tmp_path, LOCAL_NORM)
     completed, passed_checks = check_optimizer(name)
     assert completed.returncode == 2, completed.stderr
     assert passed_checks == list(CHECKS), completed.stdout + completed.stderr

@@ -20,12 +20,13 @@ from tests.harness.commands.execution import Command, kill_session
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
     find_processes,
+    get_only_run,
     make_environment,
     run_experiment,
     wait_until,
 )
 from tests.harness.repository import ROOT
-from tests.harness.runs.long_runs import only_folder, ranks_of
+from tests.harness.runs.long_runs import list_rank_pids
 
 STEPS = 600
 LENGTH = ("stages=1", "microbatches=1", f"steps={STEPS}", "epochs=100", "launch.threads=1")
@@ -35,7 +36,7 @@ SAVING = ("checkpoint.every_steps=100", "checkpoint.every_seconds=0", "log.secon
 @contextlib.contextmanager
 def started(*settings: str, without: str = "") -> Iterator[Command]:
     """Start mnist_pipeline in a new process group, without a protection."""
-    argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", without]
+    argv = [sys.executable, "-m", "tests.harness.runs.disabled_protection", without]
     argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *settings]
     process = Command(argv, env=make_environment(), new_session=True)
     try:
@@ -75,7 +76,7 @@ def test_an_attempt_that_was_frozen_stops_if_another_one_took_over(
     with started(f"runs={runs}", *settings, without=without) as frozen:
         wait_until(lambda: count_rows(runs) > 150, "the first attempt trains")
         os.killpg(frozen.pid, signal.SIGSTOP)
-        folder = only_folder(runs)
+        folder = get_only_run(runs)
         assert not folder.result
         hide_process(folder)
         with started("--resume", str(folder.path), without=without) as successor:
@@ -102,8 +103,8 @@ def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: tuple
     saving = ("checkpoint.every_seconds=0", "checkpoint.grace=30", "transport=network")
     with started(f"runs={tmp_path}", *settings, *saving, without=without) as process:
         wait_until(lambda: count_rows(tmp_path) > 100, "the run trains")
-        folder = only_folder(tmp_path)
-        last_rank = max(ranks_of(process))
+        folder = get_only_run(tmp_path)
+        last_rank = max(list_rank_pids(process))
         request_time = time.monotonic()
         os.kill(last_rank, signal.SIGUSR2)
         _, errors = process.communicate(WAIT_TIMEOUT)

@@ -14,13 +14,13 @@ import pytest
 from common.runs.folder import RunFolder
 from tests.harness.commands import execution
 from tests.harness.commands.processes import find_processes, make_environment
-from tests.harness.environment.randomness import open_stream
+from tests.harness.environment.randomness import create_random
 from tests.harness.runs import random_stops
-from tests.harness.runs.random_stops import Trial, trials
+from tests.harness.runs.random_stops import Trial, execute_trials
 
 
 def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    finished_trials = trials(images=600, moments=1, draw=open_stream("moments"), scratch=tmp_path)
+    finished_trials = execute_trials(images=600, moments=1, draw=create_random("moments"), scratch=tmp_path)
     assert not [trial.line() for trial in finished_trials if trial.problem]
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from tests.harness.commands import execution
-from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment
-from tests.harness.runs.long_runs import only_folder
+from tests.harness.commands.processes import WAIT_TIMEOUT, get_only_run, make_environment
 
 VARYING_KEYS = {
     "end", "idle_share", "memory", "pid", "pid_started", "rendezvous_seconds", "samples_per_second", "seconds",
@@ -76,7 +75,7 @@ def mask_folder_names(text: str, runs: Path) -> str:
 
 def read_all_files(runs: Path) -> dict[str, Any]:
     """Read all files of the only run in a folder."""
-    path = only_folder(runs).path
+    path = get_only_run(runs).path
     return {str(file.relative_to(path)): read_masked(file, runs) for file in path.rglob("*") if file.is_file()}
 
 

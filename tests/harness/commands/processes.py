@@ -41,6 +41,12 @@ def write_script(path: Path, text: str) -> Path:
     return path
 
 
+def get_only_run(runs: Path) -> RunFolder:
+    """Return the run in a folder that contains a single run."""
+    (path,) = runs.iterdir()
+    return RunFolder(path)
+
+
 @dataclass
 class FinishedRun:
     """The exit status and output of a script that has trained, and the folder with its run."""
@@ -53,8 +59,7 @@ class FinishedRun:
     @property
     def folder(self) -> RunFolder:
         """The only run folder."""
-        (path,) = self.runs.iterdir()
-        return RunFolder(path)
+        return get_only_run(self.runs)
 
     @property
     def result(self) -> dict[str, Any]:

@@ -32,20 +32,20 @@ from common.techniques.elastic.member import STUCK_REASON
 from tests.harness.commands import execution
 from tests.harness.commands.execution import Command
 from tests.harness.commands.processes import find_processes, make_environment, run_experiment
-from tests.harness.elastic.runs import SMALL, differences
+from tests.harness.elastic.faulty_runs import SMALL_RUN_SETTINGS, find_metric_differences
 from tests.harness.environment.randomness import draw_seed
-from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS
-from tests.harness.runs.long_runs import ranks_of
-from tests.harness.runs.resuming import resume
+from tests.harness.experiments.registry import ENTRIES, ENTRY_BY_NAME
+from tests.harness.runs.long_runs import list_rank_pids
+from tests.harness.runs.resuming import resume_run
 
-PATIENCE = 60.0  # seconds; a run takes about six
-SETUP = "launch.setup_timeout=20"  # also the time limit for a new process
-SETTINGS = {entry.name: entry.elastic_campaign for entry in EXPERIMENTS if entry.elastic_campaign is not None}
-KINDS = ("kill", "stop", "blink")
+RUN_TIMEOUT = 60.0  # seconds; a run takes about six
+SETUP_TIMEOUT_SETTING = "launch.setup_timeout=20"  # also the time limit for a new process
+EXPERIMENT_SETTINGS = {entry.name: entry.elastic_campaign for entry in ENTRIES if entry.elastic_campaign is not None}
+FAULT_KINDS = ("kill", "stop", "blink")
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class RunLength:
     """Length of the runs of a campaign. An epoch has 10 steps, and a step takes 20 ms."""
 
     steps: int
@@ -62,12 +62,12 @@ class Pace:
         return f"steps={self.steps}", f"epochs={self.steps // 10}", f"checkpoint.every_steps={self.saves}"
 
 
-LONG = Pace(steps=200, saves=20, timeout=1.0, latest=60)
-SHORT = Pace(steps=60, saves=10, timeout=0.5, latest=12)
+LONG_RUN = RunLength(steps=200, saves=20, timeout=1.0, latest=60)
+SHORT_RUN = RunLength(steps=60, saves=10, timeout=0.5, latest=12)
 
 
 @dataclasses.dataclass
-class Strike:
+class ScheduledFault:
     """A fault: its target, its time and its kind."""
 
     kind: str
@@ -88,7 +88,7 @@ class Strike:
 
 
 @dataclasses.dataclass
-class Case:
+class CampaignCase:
     """A run with its strikes, and the outcome."""
 
     number: int
@@ -96,7 +96,7 @@ class Case:
     ranks: int
     begin: int
     """Step after which the first strike comes."""
-    strikes: list[Strike]
+    strikes: list[ScheduledFault]
     struck: list[str] = dataclasses.field(default_factory=list)
     outcome: str = ""
     problem: str = ""
@@ -109,20 +109,20 @@ class Case:
         return f"{plan}: {struck}: {self.problem or self.outcome} ({self.seconds:.1f} s)"
 
 
-def draw_case(seed: str, number: int, pace: Pace = LONG) -> Case:
+def draw_case(seed: str, number: int, pace: RunLength = LONG_RUN) -> CampaignCase:
     """Draw the case with a number."""
     chance = random.Random(f"{seed}/{number}")
-    name = chance.choice(sorted(SETTINGS))
-    strikes = [draw_first_strike(chance, pace)]
+    name = chance.choice(sorted(EXPERIMENT_SETTINGS))
+    strikes = [draw_first_fault(chance, pace)]
     for _ in range(chance.choice((1, 2))):
-        strikes.append(draw_next_strike(chance, pace))
-    return Case(number, name, chance.choice((2, 3, 4)), chance.randint(5, pace.latest), strikes)
+        strikes.append(draw_next_fault(chance, pace))
+    return CampaignCase(number, name, chance.choice((2, 3, 4)), chance.randint(5, pace.latest), strikes)
 
 
-def draw_first_strike(chance: random.Random, pace: Pace) -> Strike:
+def draw_first_fault(chance: random.Random, pace: RunLength) -> ScheduledFault:
     """Draw an immediate strike on a rank of the start."""
-    return Strike(
-        kind=chance.choice(KINDS),
+    return ScheduledFault(
+        kind=chance.choice(FAULT_KINDS),
         newcomer=False,
         waits=False,
         pick=chance.random(),
@@ -131,9 +131,9 @@ def draw_first_strike(chance: random.Random, pace: Pace) -> Strike:
     )
 
 
-def draw_next_strike(chance: random.Random, pace: Pace) -> Strike:
-    return Strike(
-        kind=chance.choice(KINDS),
+def draw_next_fault(chance: random.Random, pace: RunLength) -> ScheduledFault:
+    return ScheduledFault(
+        kind=chance.choice(FAULT_KINDS),
         newcomer=chance.random() < 0.5,
         waits=chance.random() < 0.8,
         pick=chance.random(),
@@ -142,7 +142,7 @@ def draw_next_strike(chance: random.Random, pace: Pace) -> Strike:
     )
 
 
-class Target:
+class FaultyRun:
     """The processes of a run that is struck."""
 
     newcomer_seconds = 4.0  # time limit for the new process of a rank
@@ -192,11 +192,11 @@ class Target:
     def list_ranks(self) -> list[int]:
         """Return the current processes of the ranks."""
         try:
-            return ranks_of(self.process)
+            return list_rank_pids(self.process)
         except OSError:  # the run has ended
             return []
 
-    def choose(self, strike: Strike) -> int:
+    def choose(self, strike: ScheduledFault) -> int:
         """Return the target of a strike, or 0 if there is none."""
         self.find_new()
         running = self.list_ranks()
@@ -205,7 +205,7 @@ class Target:
         candidates = [pid for pid in running if pid != self.newest] or running
         return candidates[int(strike.pick * len(candidates))] if candidates else 0
 
-    def strike(self, strike: Strike) -> str:
+    def strike(self, strike: ScheduledFault) -> str:
         """Execute a strike; return a description of what was struck."""
         if strike.waits:
             self.wait_for_newcomer()
@@ -233,24 +233,26 @@ class Target:
                 os.kill(pid, signal.SIGCONT)
 
 
-def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: Pace = LONG) -> None:
+def execute_case(
+    case: CampaignCase, undisturbed: RunFolder, cache: Path, place: Path, pace: RunLength = LONG_RUN
+) -> None:
     """Execute a case, and set its outcome or problem."""
     started = time.monotonic()
-    settings = (*list_settings(case.name, cache, pace), f"processes_per_node={case.ranks}")
-    elastic_settings = ("elastic=true", f"elastic.timeout={pace.timeout}", SETUP)
+    settings = (*list_run_settings(case.name, cache, pace), f"processes_per_node={case.ranks}")
+    elastic_settings = ("elastic=true", f"elastic.timeout={pace.timeout}", SETUP_TIMEOUT_SETTING)
     arguments = (f"{case.name}+slow", "", f"runs={place}", *settings, *elastic_settings)
     process = Command(
         [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=make_environment(), new_session=True
     )
-    target = Target(process, place)
+    target = FaultyRun(process, place)
     try:
         if target.wait_for_step(case.begin):
             for strike in case.strikes:
                 case.struck.append(target.strike(strike))
-        process.wait(PATIENCE)
-        case.outcome = judge(case, target, undisturbed, process.stderr)
+        process.wait(RUN_TIMEOUT)
+        case.outcome = check_outcome(case, target, undisturbed, process.stderr)
     except subprocess.TimeoutExpired:
-        case.problem = f"FAILED: the run did not end within {PATIENCE:g} s"
+        case.problem = f"FAILED: the run did not end within {RUN_TIMEOUT:g} s"
     except AssertionError as error:
         case.problem = f"FAILED: {error}"
     finally:
@@ -265,7 +267,7 @@ def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: P
     case.seconds = time.monotonic() - started
 
 
-def judge(case: Case, target: Target, undisturbed: RunFolder, err: str) -> str:
+def check_outcome(case: CampaignCase, target: FaultyRun, undisturbed: RunFolder, err: str) -> str:
     """Return how a run has ended. Raises AssertionError if it should have ended in another way."""
     (path,) = target.runs.iterdir()
     folder = RunFolder(path)
@@ -273,7 +275,7 @@ def judge(case: Case, target: Target, undisturbed: RunFolder, err: str) -> str:
     is_stuck = any(STUCK_REASON in log for log in logs)
     note = ", a rank was stuck in gloo" if is_stuck else ""
     if target.process.returncode == 0:
-        problems = differences(folder, undisturbed)
+        problems = find_metric_differences(folder, undisturbed)
         assert not problems, problems
         return f"equal{note}"
 
@@ -282,16 +284,16 @@ def judge(case: Case, target: Target, undisturbed: RunFolder, err: str) -> str:
     if not is_stuck:
         check_end_reasons(reasons, case, target)
     last_step = max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
-    resumed = resume(BY_NAME[case.name], folder)
+    resumed = resume_run(ENTRY_BY_NAME[case.name], folder)
     assert resumed.returncode == 0, f"the resumed run failed: {resumed.stderr}"
     if last_step:
         assert f"resumed from step {last_step}" in resumed.stdout, f"not resumed from step {last_step}"
-    problems = differences(folder, undisturbed)
+    problems = find_metric_differences(folder, undisturbed)
     assert not problems, f"after resuming: {problems}"
     return f"ended early ({', '.join(reasons)}{note}), resumed after step {last_step}, equal"
 
 
-def check_end_reasons(reasons: list[str], case: Case, target: Target) -> None:
+def check_end_reasons(reasons: list[str], case: CampaignCase, target: FaultyRun) -> None:
     """Check that the struck ranks explain why a run has ended early."""
     if reasons != ["STATE_LOST"]:
         assert 0 in target.struck_first, "rank 0 was not struck, but counts as lost"
@@ -301,14 +303,14 @@ def check_end_reasons(reasons: list[str], case: Case, target: Target) -> None:
         assert all_were_struck or new_process_was_struck, "a rank that was not struck had the state"
 
 
-def list_settings(name: str, cache: Path, pace: Pace) -> tuple[str, ...]:
+def list_run_settings(name: str, cache: Path, pace: RunLength) -> tuple[str, ...]:
     """Return the settings of a run of an experiment, on any number of ranks."""
-    return (*SMALL, *pace.settings, *SETTINGS[name], f"data.cache={cache}")
+    return (*SMALL_RUN_SETTINGS, *pace.settings, *EXPERIMENT_SETTINGS[name], f"data.cache={cache}")
 
 
 def train_undisturbed(name: str, cache: Path, runs: Path) -> RunFolder:
     """Train a run on one rank without faults."""
-    process = run_experiment(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
+    process = run_experiment(name, *list_run_settings(name, cache, LONG_RUN), "processes_per_node=1", runs=runs)
     assert process.returncode == 0, process.stderr
     return process.folder
 
@@ -328,14 +330,14 @@ def main() -> int:
     numbers, seed = parse_arguments(__doc__ or "", 200)
     scratch = Path(tempfile.mkdtemp(prefix="campaign-"))
     undisturbed = {}
-    for name in SETTINGS:
+    for name in EXPERIMENT_SETTINGS:
         undisturbed[name] = train_undisturbed(name, scratch / "cache", scratch / "alone" / name)
 
     outcomes = collections.Counter[str]()
     for number in numbers:
         case = draw_case(seed, number)
         place = scratch / str(number)
-        suffer(case, undisturbed[case.name], scratch / "cache", place)
+        execute_case(case, undisturbed[case.name], scratch / "cache", place)
         print(case.line(), flush=True)
         outcomes["failed" if case.problem else case.outcome.partition(",")[0]] += 1
         if not case.problem:

@@ -38,7 +38,7 @@ from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import loop
 from common.training.run_context import RunContext
 from tests.harness.commands.processes import wait_until
-from tests.harness.experiments.discovery import import_declared
+from tests.harness.experiments.discovery import import_if_exists
 
 SLOW_STEP_SECONDS = 0.02
 BLOCKED_FILE = "a-rank-blocks"
@@ -128,7 +128,7 @@ def call_before(owner: Any, name: str, callback: Callable[..., None], after: boo
     setattr(owner, name, call)
 
 
-def plant(name: str, faults: list[Fault]) -> None:
+def plant_faults(name: str, faults: list[Fault]) -> None:
     """Insert the points into the code that this process and its ranks execute.
 
     An experiment adds its own points in tests/harness/elastic/NAME_points.py.
@@ -160,7 +160,7 @@ def plant(name: str, faults: list[Fault]) -> None:
     call_before(ElasticRecovery, "__init__", activate)
     call_before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
     call_before(StepTimer, "record_mark", reach_mark)
-    declared = import_declared(f"tests.harness.elastic.{name}_points")
+    declared = import_if_exists(f"tests.harness.elastic.{name}_points")
     if declared:
         declared.plant_points(call_before, planted.reach_in_step)
     call_before(ElasticRecovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
@@ -179,7 +179,7 @@ def plant(name: str, faults: list[Fault]) -> None:
     )
 
 
-def keep_own_state() -> None:
+def keep_local_weights() -> None:
     """The mistake: each rank continues with its own weights."""
     broadcast_state = peer_copy.broadcast_state
 
@@ -197,7 +197,7 @@ def keep_old_mean() -> None:
     Loader.mean_shard = property(lambda loader: loader.size / loader.shard[1])  # type: ignore[assignment]
 
 
-def keep_own_shards() -> None:
+def keep_local_shards() -> None:
     """The mistake: each rank keeps its samples, and no rank trains on those of the lost rank."""
     ElasticRecovery._divide_batches = lambda *_: None  # type: ignore[method-assign]
 
@@ -213,7 +213,7 @@ def slow_down_steps() -> None:
     loop.Step.__exit__ = leave_later  # type: ignore[method-assign]
 
 
-def overflow() -> None:
+def force_overflows() -> None:
     """Not a mistake: a loss scaler in float64, and gradients of rank 0 that overflow in steps 5, 6 and 14."""
     script = importlib.import_module("experiments.amp_accum")
     script.make_scaler = lambda *_: GradScaler("cpu", 1024, growth_interval=4)  # type: ignore[attr-defined]
@@ -243,12 +243,12 @@ def use_batchnorm() -> None:
     networks.ResNet18 = build  # type: ignore[assignment,misc]
 
 
-CHANGES = {
-    "own_state": keep_own_state,
+CODE_CHANGES = {
+    "own_state": keep_local_weights,
     "old_mean": keep_old_mean,
-    "own_shards": keep_own_shards,
+    "own_shards": keep_local_shards,
     "slow": slow_down_steps,
-    "overflow": overflow,
+    "overflow": force_overflows,
     "batchnorm": use_batchnorm,
 }
 
@@ -256,7 +256,7 @@ if __name__ == "__main__":
     name, _, change = sys.argv.pop(1).partition("+")
     faults = parse_faults(sys.argv.pop(1))
     if faults:
-        plant(name, faults)
+        plant_faults(name, faults)
     if change:
-        CHANGES[change]()
+        CODE_CHANGES[change]()
     start(importlib.import_module(f"experiments.{name}").main, config.import_schema(name))

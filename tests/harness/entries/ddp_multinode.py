@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from configs.ddp_multinode import Config
-from tests.harness.experiments.entry import FEW_STEPS, MLP, SCORES, Entry
+from tests.harness.experiments.entry import FEW_STEPS_SETTINGS, MLP_SETTINGS, SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="ddp_multinode",
-    smallest=(*Config.smallest_settings, *MLP),
+    smallest=(*Config.smallest_settings, *MLP_SETTINGS),
     processes=2,
-    produces=(*SCORES, "ranks", "communication_exposed"),
-    spread=lambda count: (f"processes_per_node={count}", *MLP),
+    produces=(*SCORE_KEYS, "ranks", "communication_exposed"),
+    spread=lambda count: (f"processes_per_node={count}", *MLP_SETTINGS),
     others=(
         ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]", "dropout=0.3"),
-        ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS),
+        ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS_SETTINGS),
         ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # compresses from the tenth step
     ),
     page_settings=("batch=16",),

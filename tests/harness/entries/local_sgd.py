@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from configs.local_sgd import Config
-from tests.harness.experiments.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="local_sgd",
     own_technique="local_sgd",
     smallest=(*Config.smallest_settings, "model=mlp"),
     processes=2,
-    produces=(*SCORES, "exchanges", "bytes_sent", "exchange_seconds"),
+    produces=(*SCORE_KEYS, "exchanges", "bytes_sent", "exchange_seconds"),
     # With these settings, a run equals one on one rank.
     spread=lambda count: (f"processes_per_node={count}", "every=1", "momentum_of=averaged", "model=mlp"),
     others=(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from configs.mnist_pipeline import Config
-from tests.harness.experiments.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="mnist_pipeline",
     smallest=Config.smallest_settings,
     processes=2,
-    produces=SCORES,
+    produces=SCORE_KEYS,
     spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
     others=(
         ("engine=torch", "schedule=zero_bubble", "stages=2", "microbatches=2"),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from configs.param_server import Config
-from tests.harness.experiments.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="param_server",
     own_technique="parameter_server",
     smallest=(*Config.smallest_settings, "model=mlp"),
     processes=2,
-    produces=(*SCORES, "pushes", "bytes_received", "staleness_counts"),
+    produces=(*SCORE_KEYS, "pushes", "bytes_received", "staleness_counts"),
     spread=lambda count: (f"processes_per_node={count}", f"servers={min(2, count)}", "model=mlp", "plot=false"),
     others=(("servers=3", "processes_per_node=3", "model=mlp", "optim.name=adam", "plot=false"),),
     page_settings=("batch=16", "steps=6", "plot=false"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from configs.resnet_dataparallel import Config
-from tests.harness.experiments.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="resnet_dataparallel",
     smallest=Config.smallest_settings,
     processes=2,
-    produces=(*SCORES, "devices", "memory"),
+    produces=(*SCORE_KEYS, "devices", "memory"),
     spread=lambda count: ("model=mlp", "compare=false", f"processes_per_node={count}"),
     page_settings=("batch=8", "steps=3", "data.test_limit=20", "compare=false"),
     page_commands={

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from configs.resnet_modelparallel import Config
-from tests.harness.experiments.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="resnet_modelparallel",
     smallest=Config.smallest_settings,
     processes=2,
-    produces=(*SCORES, "idle_share", "memory"),
+    produces=(*SCORE_KEYS, "idle_share", "memory"),
     spread=lambda count: ("width=4", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
     others=(
         ("width=8", "replicas=2", "split_size=6", "plot=false"),

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tests.harness.repository import ROOT
 
-Case = TypeVar("Case")
+Item = TypeVar("Item")
 
 
 SEED_VARIABLE = "TEST_SEED"
@@ -27,7 +27,7 @@ def draw_seed(name: str) -> str:
     return f"{seed}/{name}"
 
 
-def open_stream(name: str) -> random.Random:
+def create_random(name: str) -> random.Random:
     return random.Random(draw_seed(name))
 
 
@@ -42,7 +42,7 @@ def read_commit_seed() -> str:
     return os.environ.get(SEED_VARIABLE) or commit or "0"
 
 
-def draw_cases(name: str, cases: Sequence[Case], count: int) -> list[Case]:
+def draw_cases(name: str, cases: Sequence[Item], count: int) -> list[Item]:
     """Draw `count` cases of a list, and keep their order. `make verify` executes all cases."""
     if os.environ.get(ALL_CASES_VARIABLE):
         return list(cases)

@@ -16,10 +16,10 @@ import pytest
 from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.experiments.registry import Entry
 
-Make = Callable[[Entry], FinishedRun]
+GetRun = Callable[[Entry], FinishedRun]
 
 
-def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+def create_folder_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
     """Return a folder that `make` has filled, in this worker or in another one.
 
     If `make` fails, the next test that needs the folder calls it again with an empty folder.
@@ -27,7 +27,7 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         base = base.parent  # each worker has a folder in the common one
-    with locked(base / f"{name}.lock"):
+    with hold_lock(base / f"{name}.lock"):
         tries = len(list(base.glob(f"{name}.try-*")))
         path_file = base / f"{name}.done"
         if not path_file.exists():
@@ -39,14 +39,14 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
+def hold_lock(file: Path) -> Iterator[None]:
     """Hold an exclusive lock in the `with` block."""
     with file.open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
-def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> FinishedRun:
+def run_experiment_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> FinishedRun:
     """Return a run of an experiment that several tests read. None of them may change its folder."""
 
     def make(folder: Path) -> None:
@@ -54,6 +54,6 @@ def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: st
         record = dataclasses.asdict(finished) | {"runs": str(finished.runs), "command": [name, *settings]}
         (folder / "done.json").write_text(json.dumps(record))
 
-    record = json.loads((make_once(factory, key, make) / "done.json").read_text())
+    record = json.loads((create_folder_once(factory, key, make) / "done.json").read_text())
     assert record["command"] == [name, *settings], f"{key} is the key of another run"
     return FinishedRun(record["returncode"], record["stdout"], record["stderr"], Path(record["runs"]))

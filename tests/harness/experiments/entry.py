@@ -9,9 +9,9 @@ from typing import Any
 from common.config import config
 from configs.shared import TrainingExperiment
 
-MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as for a larger model
-FEW_STEPS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
-SCORES = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
+MLP_SETTINGS = ("model=mlp", "bucket_mb=0.05")  # several buckets, as for a larger model
+FEW_STEPS_SETTINGS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
+SCORE_KEYS = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
 
 
 @dataclass(frozen=True)

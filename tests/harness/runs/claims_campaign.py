@@ -28,9 +28,9 @@ from slurm.reports import status
 from tests.harness.commands import execution
 from tests.harness.commands.processes import find_processes, make_environment, make_run_command, wait_until
 from tests.harness.repository import ROOT
-from tests.harness.slurm.site import Site, folder, up
+from tests.harness.slurm.cluster_site import Site, create_shared_folder, start_cluster
 
-NAME = "mnist_pipeline"
+EXPERIMENT = "mnist_pipeline"
 RUN_SETTINGS = (
     "width=32",
     "epochs=20",
@@ -39,24 +39,24 @@ RUN_SETTINGS = (
     "launch.threads=1",
     "checkpoint.every_seconds=1",
 )
-STEPS = 5000
-ALLOWED_OVERLAP = 2.0  # seconds during which two attempts may train at the same time
-STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
-PATIENCE = 150.0
-PAIRS = [
+TOTAL_STEPS = 5000
+MAX_OVERLAP_SECONDS = 2.0  # seconds during which two attempts may train at the same time
+MAX_STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
+COMMAND_TIMEOUT = 150.0
+COMMAND_PAIRS = [
     *(("running", "resume", "resume"), ("running", "resume", "cancel"), ("running", "cancel", "resume")),
     *(("running", "cancel", "cancel"), ("stopped", "resume", "resume"), ("stopped", "resume", "cancel")),
     ("beginning", "resume", "cancel"),
 ]
 """When two commands are executed (while the run trains, after it has stopped, or while it starts), and the commands."""
-REFUSAL = re.compile(
+REFUSAL_PATTERN = re.compile(
     r"is already running|is stopping|is still running|being started|being submitted|was superseded|is RUNNING"
     r"|is PENDING|was just started|has just finished|cannot start"
 )
-Done = subprocess.CompletedProcess[str]
+CompletedCommand = subprocess.CompletedProcess[str]
 
 
-class LocalPlace:
+class LocalRuns:
     """Runs of this machine."""
 
     def __init__(self, scratch: Path) -> None:
@@ -65,40 +65,40 @@ class LocalPlace:
         prepare_digits(self.cache)
         self.env = make_environment()
 
-    def start(self) -> Done:
-        settings = (*RUN_SETTINGS, f"steps={STEPS}", "data.name=digits", f"data.cache={self.cache}")
+    def start(self) -> CompletedCommand:
+        settings = (*RUN_SETTINGS, f"steps={TOTAL_STEPS}", "data.name=digits", f"data.cache={self.cache}")
         return execution.execute_command(
-            make_run_command(NAME, *settings, runs=self.runs), env=self.env, timeout=PATIENCE
+            make_run_command(EXPERIMENT, *settings, runs=self.runs), env=self.env, timeout=COMMAND_TIMEOUT
         )
 
-    def resume(self, run: RunFolder, draw: random.Random) -> Done:
-        script = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(run.path)]
+    def resume(self, run: RunFolder, draw: random.Random) -> CompletedCommand:
+        script = [sys.executable, str(ROOT / "experiments" / f"{EXPERIMENT}.py"), "--resume", str(run.path)]
         verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
-        return execution.execute_command(draw.choice([script, script, verb]), env=self.env, timeout=PATIENCE)
+        return execution.execute_command(draw.choice([script, script, verb]), env=self.env, timeout=COMMAND_TIMEOUT)
 
-    def cancel(self, run: RunFolder) -> Done:
+    def cancel(self, run: RunFolder) -> CompletedCommand:
         verb = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
-        return execution.execute_command(verb, env=self.env, timeout=PATIENCE)
+        return execution.execute_command(verb, env=self.env, timeout=COMMAND_TIMEOUT)
 
     def read_state(self, run: RunFolder) -> str:
         return status.read_state(run)[0]
 
 
-class ClusterPlace:
+class ClusterRuns:
     """Runs of a local SLURM cluster. Some are resumed on this machine instead."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.runs = site.runs / "campaign"
 
-    def start(self) -> Done:
-        return self.site.submit(NAME, "campaign", *RUN_SETTINGS, f"steps={STEPS}", options=("--nodes=1",))
+    def start(self) -> CompletedCommand:
+        return self.site.submit(EXPERIMENT, "campaign", *RUN_SETTINGS, f"steps={TOTAL_STEPS}", options=("--nodes=1",))
 
-    def resume(self, run: RunFolder, draw: random.Random) -> Done:
+    def resume(self, run: RunFolder, draw: random.Random) -> CompletedCommand:
         launch = draw.choice(["auto", "auto", "auto", "local"])
         return self.site.call("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
 
-    def cancel(self, run: RunFolder) -> Done:
+    def cancel(self, run: RunFolder) -> CompletedCommand:
         return self.site.call("slurm", "cancel", str(run.path), status=None)
 
     def read_state(self, run: RunFolder) -> str:
@@ -107,14 +107,14 @@ class ClusterPlace:
 
 
 @dataclasses.dataclass
-class Case:
+class ClaimCase:
     """A run, two commands that are executed on it, and the results."""
 
-    place: LocalPlace | ClusterPlace
+    place: LocalRuns | ClusterRuns
     when: str
     commands: tuple[str, str]
     draw: random.Random
-    outputs: list[tuple[str, Done]] = dataclasses.field(default_factory=list)
+    outputs: list[tuple[str, CompletedCommand]] = dataclasses.field(default_factory=list)
     """The finished commands, each with its name."""
     problems: list[str] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
@@ -124,16 +124,16 @@ class Case:
         """Start the run, execute the commands, and check the results; adds to `problems`."""
         earlier_runs = set(self.place.runs.glob("*")) if self.place.runs.exists() else set()
         starter = self.call_later("start", 0.0)
-        run = wait_until(lambda: find_new_run(self.place.runs, earlier_runs), "the run has a folder", PATIENCE)
-        watch = Watch(run)
+        run = wait_until(lambda: find_new_run(self.place.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
+        watch = MetricsWatch(run)
         if self.when != "beginning":
-            wait_until(lambda: has_rows(run) or run.result, "the run trains", PATIENCE)
+            wait_until(lambda: has_metrics(run) or run.result, "the run trains", COMMAND_TIMEOUT)
         delay = self.draw.uniform(0.0, 2.0)
         if self.when == "stopped":
             time.sleep(delay)
             self.call_later("cancel", 0.0, run).join()
             starter.join()
-            wait_until(lambda: not find_processes(str(run.path)), "the run has stopped", PATIENCE)
+            wait_until(lambda: not find_processes(str(run.path)), "the run has stopped", COMMAND_TIMEOUT)
             delay = 0.0
         threads = [starter]
         for name in self.commands:
@@ -162,7 +162,7 @@ class Case:
         thread.start()
         return thread
 
-    def execute(self, name: str, run: RunFolder | None, draw: random.Random) -> Done:
+    def execute(self, name: str, run: RunFolder | None, draw: random.Random) -> CompletedCommand:
         if name == "start":
             return self.place.start()
         assert run is not None
@@ -170,21 +170,23 @@ class Case:
 
     def wait_for_end(self, run: RunFolder) -> None:
         try:
-            wait_until(lambda: self.place.read_state(run) in status.FINAL_STATES, "the run has ended", PATIENCE, 0.3)
-            wait_until(lambda: not find_processes(str(run.path)), "all its processes have exited", PATIENCE, 0.3)
+            wait_until(
+                lambda: self.place.read_state(run) in status.FINAL_STATES, "the run has ended", COMMAND_TIMEOUT, 0.3
+            )
+            wait_until(lambda: not find_processes(str(run.path)), "all its processes have exited", COMMAND_TIMEOUT, 0.3)
         except TimeoutError as error:
             self.problems.append(str(error))
 
     def check_outputs(self, run: RunFolder) -> None:
         """Check that a refused command gives a reason, and that exit status 0 means that the run is finished."""
-        is_finished = "finished" in list_results(run)
+        is_finished = "finished" in list_result_states(run)
         for name, process in self.outputs:
             output = process.stdout + process.stderr
             if "Traceback" in output:
                 self.problems.append(f"{name}: a traceback: {output}")
-            if name == "resume" and process.returncode == 2 and not REFUSAL.search(output):
+            if name == "resume" and process.returncode == 2 and not REFUSAL_PATTERN.search(output):
                 self.problems.append(f"{name}: refused without a reason: {output}")
-            has_trained = isinstance(self.place, LocalPlace) and name != "cancel"
+            has_trained = isinstance(self.place, LocalRuns) and name != "cancel"
             if has_trained and process.returncode == 0 and not is_finished:
                 self.problems.append(f"{name}: exit status 0, but no result is finished: {output}")
         tables = [log for log in run.path.glob("attempts/*/logs/rank-*.log") if "test accuracy" in log.read_text()]
@@ -196,7 +198,7 @@ class Case:
         for _ in range(3):
             if run.result.get("state") == "finished":
                 return
-            if isinstance(self.place, LocalPlace):
+            if isinstance(self.place, LocalRuns):
                 process = self.place.resume(run, self.draw)
             else:
                 process = self.place.site.call("slurm", "exp", f"--resume={run.path}", status=None)
@@ -215,7 +217,7 @@ class Case:
         return "\n".join(lines)
 
 
-class Watch:
+class MetricsWatch:
     """Record, in a thread, when the metrics of each attempt of a run grow."""
 
     def __init__(self, run: RunFolder) -> None:
@@ -248,11 +250,11 @@ class Watch:
 
     def find_problems(self) -> list[str]:
         problems = []
-        if self.seconds_after_cancel > STOPPING_SECONDS:
+        if self.seconds_after_cancel > MAX_STOPPING_SECONDS:
             problems.append(f"the run trained for {self.seconds_after_cancel:.1f} s after it was cancelled")
         for (number, times), (next_number, next_times) in itertools.pairwise(sorted(self.growth_times.items())):
             overlap = min(times[-1], next_times[-1]) - max(times[0], next_times[0])
-            if overlap > ALLOWED_OVERLAP:
+            if overlap > MAX_OVERLAP_SECONDS:
                 problems.append(f"attempts {number} and {next_number} trained together for {overlap:.1f} s")
         return problems
 
@@ -264,11 +266,11 @@ def find_new_run(runs: Path, earlier_runs: set[Path]) -> RunFolder | None:
     return None
 
 
-def has_rows(run: RunFolder) -> bool:
+def has_metrics(run: RunFolder) -> bool:
     return any(attempt.metrics_file.exists() for attempt in run.list_attempts())
 
 
-def list_results(run: RunFolder) -> list[str]:
+def list_result_states(run: RunFolder) -> list[str]:
     """Return the states in the results of the run and of its attempts."""
     folders = [RunFolder(run.path)]
     folders += [RunFolder(attempt.attempt_folder) for attempt in run.list_attempts()]
@@ -279,30 +281,30 @@ def list_losses(run: RunFolder) -> list[tuple[int, float]]:
     return [(row["global_step"], row["loss"]) for row in run.read_metrics() if "loss" in row]
 
 
-def train_undisturbed(place: LocalPlace | ClusterPlace) -> list[tuple[int, float]]:
+def train_undisturbed(place: LocalRuns | ClusterRuns) -> list[tuple[int, float]]:
     """Train an undisturbed run, the first one of its place; return its losses."""
     place.start()
     (path,) = place.runs.glob("*-*")
-    wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", PATIENCE)
+    wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", COMMAND_TIMEOUT)
     losses = list_losses(RunFolder(path))
-    assert len(losses) == STEPS, RunFolder(path).result
+    assert len(losses) == TOTAL_STEPS, RunFolder(path).result
     return losses
 
 
-def do_case(
-    place: LocalPlace | ClusterPlace, draw: random.Random, pair: tuple[str, str, str], *, finishes: bool = True
-) -> Case:
+def execute_case(
+    place: LocalRuns | ClusterRuns, draw: random.Random, pair: tuple[str, str, str], *, finishes: bool = True
+) -> ClaimCase:
     """Execute a case and print a line about it.
 
     If it `finishes`, the run is resumed until it is finished. The metrics must contain each step once.
     """
     when, first_command, second_command = pair
-    case = Case(place, when, (first_command, second_command), random.Random(draw.random()))
+    case = ClaimCase(place, when, (first_command, second_command), random.Random(draw.random()))
     run = case.run()
     if finishes:
         case.finish(run)
     case.losses = list_losses(run)
-    steps = STEPS if finishes else len(case.losses)
+    steps = TOTAL_STEPS if finishes else len(case.losses)
     if [step for step, _ in case.losses] != list(range(1, steps + 1)):
         case.problems.append("the metrics do not contain each step once")
     print(f"{run.path.name}  {case.describe()}", flush=True)
@@ -311,12 +313,14 @@ def do_case(
     return case
 
 
-def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[tuple[str, str, str]]) -> list[Case]:
+def execute_cases(
+    place: LocalRuns | ClusterRuns, draw: random.Random, pairs: list[tuple[str, str, str]]
+) -> list[ClaimCase]:
     """Execute a case for each pair, and compare its losses with those of an undisturbed run."""
     expected_losses = train_undisturbed(place)
     cases = []
     for pair in pairs:
-        case = do_case(place, draw, pair)
+        case = execute_case(place, draw, pair)
         if case.losses != expected_losses:
             case.problems.append("the losses differ from those of an undisturbed run")
             print(case.describe(), flush=True)
@@ -324,9 +328,9 @@ def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[
     return cases
 
 
-def choose_pairs(count: int, draw: random.Random) -> list[tuple[str, str, str]]:
+def choose_command_pairs(count: int, draw: random.Random) -> list[tuple[str, str, str]]:
     """Choose `count` pairs, each equally often, in random order."""
-    pairs = [PAIRS[number % len(PAIRS)] for number in range(count)]
+    pairs = [COMMAND_PAIRS[number % len(COMMAND_PAIRS)] for number in range(count)]
     draw.shuffle(pairs)
     return pairs
 
@@ -339,16 +343,16 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"--seed={arguments.seed} --cases={arguments.cases} repeats the random choices", flush=True)
     draw = random.Random(arguments.seed)
-    pairs = choose_pairs(arguments.cases, draw)
+    pairs = choose_command_pairs(arguments.cases, draw)
     started = time.monotonic()
     if arguments.cluster:
-        with folder() as scratch:
+        with create_shared_folder() as scratch:
             prepare_digits(scratch / "cache")
-            with up(Site(scratch / "site", scratch / "cache")) as site:
-                cases = do_cases(ClusterPlace(site), draw, pairs)
+            with start_cluster(Site(scratch / "site", scratch / "cache")) as site:
+                cases = execute_cases(ClusterRuns(site), draw, pairs)
     else:
         scratch = Path(tempfile.mkdtemp(prefix="claims-"))
-        cases = do_cases(LocalPlace(scratch), draw, pairs)
+        cases = execute_cases(LocalRuns(scratch), draw, pairs)
     failed = [case for case in cases if case.problems]
     seconds = time.monotonic() - started
     print(f"{len(cases)} cases, {len(failed)} with problems, {seconds:.0f} s, seed {arguments.seed}")

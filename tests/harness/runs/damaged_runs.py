@@ -11,9 +11,9 @@ from typing import Any
 
 from common.runs.folder import RunFolder
 from tests.harness.commands import in_process_calls
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
-FILES = (
+RUN_FILES = (
     "config.yaml",
     "meta.json",
     "result.json",
@@ -29,7 +29,15 @@ FILES = (
 )
 
 
-OTHER_TYPES = {dict: "text", list: 7, str: {"a": 1}, int: "seven", float: [1.5], bool: "no", type(None): [None]}
+VALUES_OF_OTHER_TYPES = {
+    dict: "text",
+    list: 7,
+    str: {"a": 1},
+    int: "seven",
+    float: [1.5],
+    bool: "no",
+    type(None): [None],
+}
 """For each JSON type, a value of another type."""
 
 
@@ -39,7 +47,7 @@ def read_first_object(content: bytes) -> Any:
     return json.loads(content.splitlines()[0] if has_json_lines else content)
 
 
-def null_values(content: bytes) -> bytes:
+def replace_values_by_null(content: bytes) -> bytes:
     """Replace every value of a JSON object by null."""
     try:
         return json.dumps(dict.fromkeys(read_first_object(content))).encode() + b"\n"
@@ -47,13 +55,13 @@ def null_values(content: bytes) -> bytes:
         return b"null: null\n"
 
 
-def other_types(content: bytes) -> bytes:
+def replace_values_by_other_types(content: bytes) -> bytes:
     """Replace every value of a JSON object by a value of another type."""
     try:
         fields = read_first_object(content).items()
     except (ValueError, AttributeError):
         return b"seed: [1]\ndata: 5\n"
-    return json.dumps({name: OTHER_TYPES[type(field)] for name, field in fields}).encode() + b"\n"
+    return json.dumps({name: VALUES_OF_OTHER_TYPES[type(field)] for name, field in fields}).encode() + b"\n"
 
 
 def drop_keys(content: bytes) -> bytes:
@@ -78,8 +86,8 @@ DAMAGES: dict[str, Damage] = {
     "empty": lambda content: b"",
     "half": lambda content: content[: len(content) // 2],
     "a list": lambda content: b'[1, "two", null]\n',
-    "nulls": null_values,
-    "other types": other_types,
+    "nulls": replace_values_by_null,
+    "other types": replace_values_by_other_types,
     "missing names": drop_keys,
 }
 
@@ -93,17 +101,17 @@ def compute_digests(folder: Path) -> dict[str, str]:
     return digests
 
 
-def check_commands(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
+def check_commands_on_damaged_run(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
     """Damage the file `name` in a copy of a finished run, and call every command that reads runs."""
     runs = tmp_path / "runs"
     run = runs / source.path.name
     shutil.copytree(source.path, run, ignore=shutil.ignore_patterns("code"))
     (run / "attempts/0001/changed.json").write_text('{"optim.lr": ["0.1", "0.2"]}')
     (run / name).write_bytes(DAMAGES[damage]((run / name).read_bytes()))
-    call_all(run)
+    check_all_commands(run)
 
 
-OF_A_RUN = {
+RUN_COMMANDS = {
     "status": "status --json=1 -- {}",
     "logs": "logs -- {}",
     "cancel": "cancel -- {}",
@@ -116,10 +124,10 @@ OF_A_RUN = {
 """The commands that take RUN."""
 
 
-def call_all(run: Path) -> None:
+def check_all_commands(run: Path) -> None:
     """Call every command that reads runs, on this run and on all runs: at most one line, and nothing is written."""
     runs = run.parent
-    Made("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
+    SyntheticRun("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
     digests = compute_digests(runs)
     runs_option = f"--runs-folder={runs}"
     commands = {
@@ -128,7 +136,7 @@ def call_all(run: Path) -> None:
         "prune": ["prune-runs", runs_option],
         "sync": ["sync", runs_option, "--dry-run=1"],
     }
-    for name, template in OF_A_RUN.items():
+    for name, template in RUN_COMMANDS.items():
         commands[name] = [argument.replace("{}", str(run)) for argument in template.split(" ")]
 
     for name, arguments in commands.items():

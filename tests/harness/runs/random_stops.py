@@ -26,16 +26,16 @@ from PIL import Image
 
 from common.runs.folder import RunFolder
 from tests.harness.commands import execution
-from tests.harness.commands.processes import find_processes, make_environment, make_run_command
-from tests.harness.environment.randomness import open_stream
+from tests.harness.commands.processes import find_processes, get_only_run, make_environment, make_run_command
+from tests.harness.environment.randomness import create_random
 from tests.harness.repository import ROOT
-from tests.harness.runs.resuming import differences
+from tests.harness.runs.resuming import find_differences
 
-CLASSES = 10
-SIDE = 32  # pixels
+CLASS_COUNT = 10
+IMAGE_SIZE = 32  # pixels
 MAX_STOP_SECONDS = 10.0
-NAME = "ddp_multinode"
-SETTINGS = ("data.name=imagefolder", f"data.image_size={SIDE}", "batch=64", "steps=30", "epochs=1",
+EXPERIMENT = "ddp_multinode"
+RUN_SETTINGS = ("data.name=imagefolder", f"data.image_size={IMAGE_SIZE}", "batch=64", "steps=30", "epochs=1",
             "optim.warmup=0", "checkpoint.every_steps=10", "checkpoint.every_seconds=0",
             "log.progress=none", "launch.threads=1", "processes_per_node=2")  # fmt: skip
 
@@ -62,43 +62,40 @@ class Trial:
         return f"{progress} {stop}  {self.problem or 'equal to the bit'}"
 
 
-def make_images(root: Path, count: int) -> None:
+def write_image_folder(root: Path, count: int) -> None:
     """Write `count` JPEGs, five of six for training: noise around a grey level of their class."""
     generator = np.random.default_rng(0)
     train_count = count * 5 // 6
     for part, part_count in (("train", train_count), ("val", count - train_count)):
-        for label in range(CLASSES):
+        for label in range(CLASS_COUNT):
             (root / part / f"class-{label}").mkdir(parents=True)
         for number in range(part_count):
-            label = number % CLASSES
-            pixels = generator.integers(0, 60, (SIDE, SIDE, 3)) + 19 * label
+            label = number % CLASS_COUNT
+            pixels = generator.integers(0, 60, (IMAGE_SIZE, IMAGE_SIZE, 3)) + 19 * label
             image = Image.fromarray(pixels.astype(np.uint8))
             image.save(root / part / f"class-{label}" / f"{number}.jpg", quality=80)
 
 
-def start(root: Path, place: Path, *, real: bool) -> execution.Command:
-    argv = make_run_command(NAME, *SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs")
+def start_run(root: Path, place: Path, *, real: bool) -> execution.Command:
+    argv = make_run_command(
+        EXPERIMENT, *RUN_SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs"
+    )
     return execution.Command(argv, env=make_environment(), new_session=True, real_process=real)
 
 
-def resume(folder: RunFolder) -> None:
-    argv = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(folder.path)]
+def resume_run(folder: RunFolder) -> None:
+    argv = [sys.executable, str(ROOT / "experiments" / f"{EXPERIMENT}.py"), "--resume", str(folder.path)]
     process = execution.execute_command(argv, env=make_environment(), timeout=600)
     assert process.returncode == 0, process.stdout + process.stderr
 
 
-def run_to_the_end(root: Path, place: Path) -> tuple[RunFolder, float]:
+def run_uninterrupted(root: Path, place: Path) -> tuple[RunFolder, float]:
     """Run without interruption. Return the run folder and the duration in seconds."""
     started = time.monotonic()
-    process = start(root, place, real=False)
+    process = start_run(root, place, real=False)
     out, err = process.communicate(600)
     assert process.returncode == 0, out + err
-    return get_only_run(place), time.monotonic() - started
-
-
-def get_only_run(place: Path) -> RunFolder:
-    (path,) = (place / "runs").iterdir()
-    return RunFolder(path)
+    return get_only_run(place / "runs"), time.monotonic() - started
 
 
 def describe_progress(place: Path) -> str:
@@ -122,17 +119,17 @@ def execute_trial(root: Path, complete_run: RunFolder, place: Path, number: sign
     A failure is recorded, so that the next trials are executed.
     """
     trial = Trial(number, moment)
-    process = start(root, place, real=False)
+    process = start_run(root, place, real=False)
     try:
-        stop(process, trial)
+        stop_run(process, trial)
         trial.reached = describe_progress(place)
         assert not find_processes(str(place)), "a process has outlived the run"
         if trial.reached == "preparing":
-            run_to_the_end(root, place)
+            run_uninterrupted(root, place)
             assert not list((place / "cache").glob(".imagefolder-*")), "partly written arrays were not deleted"
         else:
-            resume(get_only_run(place))
-        for name in differences(complete_run, get_only_run(place))[:1]:
+            resume_run(get_only_run(place / "runs"))
+        for name in find_differences(complete_run, get_only_run(place / "runs"))[:1]:
             trial.problem = f"DIFFERENT: {name}"
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -145,7 +142,7 @@ def execute_trial(root: Path, complete_run: RunFolder, place: Path, number: sign
     return trial
 
 
-def stop(process: execution.Command, trial: Trial) -> None:
+def stop_run(process: execution.Command, trial: Trial) -> None:
     """Send the signal of a trial at its moment, and wait for the end of the run."""
     time.sleep(trial.moment)
     started = time.monotonic()
@@ -156,11 +153,11 @@ def stop(process: execution.Command, trial: Trial) -> None:
     assert "Traceback" not in err, out + err
 
 
-def trials(images: int, moments: int, draw: random.Random, scratch: Path) -> list[Trial]:
+def execute_trials(images: int, moments: int, draw: random.Random, scratch: Path) -> list[Trial]:
     """Execute `moments` trials each for Ctrl-C and a cluster's stop request. Folders of failed trials are kept."""
     root = scratch / "images"
-    make_images(root, images)
-    complete_run, seconds = run_to_the_end(root, scratch / "complete")
+    write_image_folder(root, images)
+    complete_run, seconds = run_uninterrupted(root, scratch / "complete")
     executed = []
     for index in range(2 * moments):
         place = scratch / f"trial-{index}"
@@ -179,7 +176,7 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=20)
     arguments = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="moments-"))
-    executed = trials(arguments.images, arguments.moments, open_stream("random moments"), scratch)
+    executed = execute_trials(arguments.images, arguments.moments, create_random("random moments"), scratch)
     failed = [trial for trial in executed if trial.problem]
     slow = [trial for trial in executed if trial.stop_seconds > MAX_STOP_SECONDS]
     all_seconds = [trial.stop_seconds for trial in executed if not math.isnan(trial.stop_seconds)]

@@ -17,27 +17,29 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
 from tests.harness.commands import execution
-from tests.harness.commands.processes import WAIT_TIMEOUT, FinishedRun, make_environment, wait_until
-from tests.harness.environment.randomness import open_stream
-from tests.harness.environment.shared_results import run_once
+from tests.harness.commands.processes import WAIT_TIMEOUT, FinishedRun, get_only_run, make_environment, wait_until
+from tests.harness.environment.randomness import create_random
+from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.experiments.registry import Entry
 from tests.harness.repository import ROOT
-from tests.harness.runs.long_runs import only_folder, train_long
+from tests.harness.runs.long_runs import start_long_run
 
-STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after every third step
-ALONE = "launch.threads=1"  # several threads wait actively for each other and slow other tests down
-COLUMNS = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
+TOTAL_STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after every third step
+ONE_THREAD = "launch.threads=1"  # several threads wait actively for each other and slow other tests down
+COMPARED_COLUMNS = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
 
 
-def whole_run(factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int) -> FinishedRun:
+def train_uninterrupted(
+    factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int
+) -> FinishedRun:
     """Return an uninterrupted run on `ranks` ranks, executed once for all tests, which must not change its folder."""
     name = f"whole-{entry.name}-{ranks}"
-    run = run_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ALONE)
+    run = run_experiment_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ONE_THREAD)
     assert run.returncode == 0, run.stderr
     return run
 
 
-def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
+def copy_as_interrupted(folder: RunFolder, step: int, place: Path) -> RunFolder:
     """Copy a run and change the copy to that of a run killed shortly after `step`, its last saved step."""
     shutil.copytree(folder.path, place / folder.path.name)
     copy = RunFolder(place / folder.path.name)
@@ -57,30 +59,32 @@ def cut_off(folder: RunFolder, step: int, place: Path) -> RunFolder:
     return copy
 
 
-def resume(
-    entry: Entry, folder: RunFolder, *arguments: str, careless: str = "", real: bool = False
+def resume_run(
+    entry: Entry, folder: RunFolder, *arguments: str, disabled_protection: str = "", real: bool = False
 ) -> CompletedProcess[str]:
-    """Resume a run; `careless` names a protection that is removed."""
-    prefix = ["-m", "tests.harness.runs.dropped_protection", careless] if careless else []
+    """Resume a run, without a protection of tests/harness/runs/disabled_protection.py if one is named."""
+    prefix = []
+    if disabled_protection:
+        prefix = ["-m", "tests.harness.runs.disabled_protection", disabled_protection]
     script = str(ROOT / "experiments" / f"{entry.name}.py")
     argv = [sys.executable, *prefix, script, "--resume", str(folder.path), *arguments]
     return execution.execute_command(argv, env=make_environment(), real_process=real)
 
 
-def numbers(folder: RunFolder) -> list[tuple[Any, ...]]:
+def read_compared_rows(folder: RunFolder) -> list[tuple[Any, ...]]:
     """Return all rows without the times."""
     rows = []
     for row in folder.read_metrics():
-        values = tuple(row.get(column) for column in COLUMNS)
+        values = tuple(row.get(column) for column in COMPARED_COLUMNS)
         rows.append(values)
     return rows
 
 
-def trained_steps(folder: RunFolder) -> list[int]:
+def list_trained_steps(folder: RunFolder) -> list[int]:
     return [row["global_step"] for row in folder.read_metrics() if "test_loss" not in row]
 
 
-def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
+def load_final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Return parameters and optimizer state after the last step, of all ranks."""
     (attempt, _), *_ = folder.trace_attempts()
     path = storage.list_checkpoints(attempt)[-1].path
@@ -90,14 +94,14 @@ def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
         tensors |= shard["model"]
         for key, value in shard["common"].get("scaler", {}).items():
             tensors[f"scaler/{key}"] = torch.tensor(value)
-        tensors |= list_moments(shard["optimizer"])
+        tensors |= collect_optimizer_tensors(shard["optimizer"])
         worker = shard["local"].get("worker", {"vectors": {}, "optimizer": {}})  # of models that differ between ranks
-        local_tensors = worker["vectors"] | list_moments(worker["optimizer"])
+        local_tensors = worker["vectors"] | collect_optimizer_tensors(worker["optimizer"])
         tensors |= {f"{file.stem}/{name}": tensor for name, tensor in local_tensors.items()}
     return tensors
 
 
-def list_moments(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
+def collect_optimizer_tensors(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor]:
     """Return the tensors of an optimizer's state, by parameter and name."""
     tensors = {}
     for name, state in optimizer.items():
@@ -107,46 +111,46 @@ def list_moments(optimizer: dict[str, dict[str, Any]]) -> dict[str, torch.Tensor
     return tensors
 
 
-def differences(run: RunFolder, other_run: RunFolder) -> list[str]:
+def find_differences(run: RunFolder, other_run: RunFolder) -> list[str]:
     """Return what is not equal to the bit in the rows, the result and the final state of two runs."""
     differing = []
-    if numbers(run) != numbers(other_run):
+    if read_compared_rows(run) != read_compared_rows(other_run):
         differing.append("rows")
     if run.result.get("scores") != other_run.result.get("scores"):
         differing.append("test_loss of the result")
-    state = final_state(run)
-    other_state = final_state(other_run)
+    state = load_final_state(run)
+    other_state = load_final_state(other_run)
     for name in sorted(state.keys() | other_state.keys()):
         if name not in state or name not in other_state or not torch.equal(state[name], other_state[name]):
             differing.append(name)
     return differing
 
 
-def check_that_it_goes_on(
+def check_resume(
     entry: Entry, complete_run: FinishedRun, name: str, place: Path, *arguments: str, real: bool = False
 ) -> RunFolder:
     """Interrupt a run after a random saved step, resume it, and compare it with the complete run to the bit."""
     (attempt,) = complete_run.folder.list_attempts()
-    step = open_stream(name).choice(storage.list_checkpoints(attempt)[:-1]).step
-    folder = cut_off(complete_run.folder, step, place)
-    process = resume(entry, folder, *arguments, real=real)
+    step = create_random(name).choice(storage.list_checkpoints(attempt)[:-1]).step
+    folder = copy_as_interrupted(complete_run.folder, step, place)
+    process = resume_run(entry, folder, *arguments, real=real)
     assert process.returncode == 0, f"resumed after step {step}: {process.stderr}"
     assert f"resumed from step {step}" in process.stdout, process.stdout
-    differing = differences(folder, complete_run.folder)
+    differing = find_differences(folder, complete_run.folder)
     assert not differing, f"resumed after step {step}: {differing} differ"
     times = [row["time"] for row in folder.read_metrics()]
     assert times == sorted(times), "times must not decrease after a resume"
-    steps = trained_steps(complete_run.folder)
+    steps = list_trained_steps(complete_run.folder)
     assert steps == list(range(1, len(steps) + 1))
-    assert trained_steps(folder) == steps, f"resumed after step {step}"
+    assert list_trained_steps(folder) == steps, f"resumed after step {step}"
     return folder
 
 
-def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:
+def check_stop_request_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:
     """Send a stop request in a slow evaluation: the state before it is saved, and a resume repeats the evaluation."""
     slow = (*digits, *entry.smallest, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
-    with train_long(entry.name, *slow, runs=runs) as process:
-        folder = only_folder(runs)
+    with start_long_run(entry.name, *slow, runs=runs) as process:
+        folder = get_only_run(runs)
         wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")
         process.send_signal(signal.SIGUSR2)
         started = time.monotonic()
@@ -158,8 +162,8 @@ def check_notice_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path
     assert [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)] == [20]
     assert seconds < 60, "the run must not wait for the end of the evaluation"
 
-    resumed = resume(entry, folder, "data.test_limit=100")
+    resumed = resume_run(entry, folder, "data.test_limit=100")
     assert resumed.returncode == 0, resumed.stderr
-    rows = numbers(folder)
+    rows = read_compared_rows(folder)
     assert [row[0] for row in rows] == [*range(1, 21), 20], "the evaluation was not repeated"
     assert rows[-1][-1] == 100

@@ -14,12 +14,12 @@ from common.config import config, config_keys
 from common.runs.folder import RunFolder, write_atomic, write_json
 from configs.shared import TrainingExperiment
 
-STARTED = 1_790_000_000.0  # seconds since 1970: the first run
+FIRST_START_TIME = 1_790_000_000.0  # seconds since 1970: the first run
 SECONDS_BETWEEN_RUNS = 3600.0
 
 
 @dataclasses.dataclass
-class Made:
+class SyntheticRun:
     """A run that was never executed. Its attempts share the steps; each repeats the last steps of the one before."""
 
     name: str = "ddp_multinode"
@@ -40,7 +40,7 @@ class Made:
         changes = data_settings | {"runs": str(runs)} | self.settings
         settings = config.build_config(schema, [file_settings, changes])
         batch = settings.batch if isinstance(settings, TrainingExperiment) else 0
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + SECONDS_BETWEEN_RUNS * self.number))
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(FIRST_START_TIME + SECONDS_BETWEEN_RUNS * self.number))
         folder = RunFolder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)
         write_atomic(folder.path / "config.yaml", config.format_yaml(settings))
@@ -78,7 +78,7 @@ class Made:
                 scores = f'"test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}, "test_samples": 10000'
                 lines.append(f"{head}, {scores}}}\n")
         attempt.metrics_file.write_text("".join(lines))
-        heartbeat_time = time.time() if self.state == "running" else STARTED
+        heartbeat_time = time.time() if self.state == "running" else FIRST_START_TIME
         for rank in range(processes):
             attempt.write_heartbeat(rank, end, heartbeat_time)
             attempt.log_file(rank).write_text("it began\n")
@@ -98,16 +98,16 @@ class Made:
         return content
 
 
-def write_six(runs: Path) -> Path:
+def write_example_runs(runs: Path) -> Path:
     """Write six runs: three finished (one of them after two restarts), one failed, one running, one without steps."""
     pipeline = {"measured": {"idle_share": [0.2, 0.4]}, "memory": {"rank 0": 200_000_000, "rank 1": 300_000_000}}
-    Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
-    Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
+    SyntheticRun("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
+    SyntheticRun("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
     measured = {"communication_seconds": 0.02, "communication_exposed": 0.5, "efficiency": 0.9}
     exchanged: dict[str, Any] = {"measured": measured, "timings": {"step_seconds": 0.05}}
     exchanged["memory"] = {"rank 0": 400_000_000, "rank 1": 500_000_000}
-    Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
-    Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
-    Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
-    Made("ddp_multinode", 5, 0, state="lost").write(runs)
+    SyntheticRun("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
+    SyntheticRun("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
+    SyntheticRun("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
+    SyntheticRun("ddp_multinode", 5, 0, state="lost").write(runs)
     return runs

@@ -14,12 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-LOCK = threading.Lock()
-LINES: dict[str, dict[str, dict[int, str]]] = {}  # run -> file -> number -> line
-VIEWER = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
+RECORD_LOCK = threading.Lock()
+STORED_LINES: dict[str, dict[str, dict[int, str]]] = {}  # run -> file -> number -> line
+VIEWER_REPLY = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
 
 
-class Host(BaseHTTPRequestHandler):
+class WandbRequestHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
@@ -28,11 +28,11 @@ class Host(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         sent = json.loads(body)
         if len(sys.argv) > 2:
-            with LOCK, open(sys.argv[2], "a") as file:
+            with RECORD_LOCK, open(sys.argv[2], "a") as file:
                 file.write(json.dumps({"path": self.path, "sent": sent}) + "\n")
         if self.path.endswith("/file_stream"):
             store_lines(self.path.split("/")[-2], sent.get("files") or {})
-        self.answer(reply(sent) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
+        self.answer(make_reply(sent) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
 
     def do_GET(self) -> None:
         self.answer({})
@@ -49,17 +49,17 @@ class Host(BaseHTTPRequestHandler):
         pass
 
 
-def read_sent(record: Path, part: str) -> list[Any]:
+def read_requests(record: Path, part: str) -> list[Any]:
     """Return the requests to paths that contain `part`."""
     lines = record.read_text().splitlines() if record.exists() else []
     requests = [json.loads(line) for line in lines]
     return [request["sent"] for request in requests if part in request["path"]]
 
 
-def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
+def read_received_metrics(record: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the rows of metrics that were sent, each with its line number."""
     rows = []
-    for sent in read_sent(record, "file_stream"):
+    for sent in read_requests(record, "file_stream"):
         files = sent.get("files") or {}
         if "wandb-history.jsonl" in files:
             part = files["wandb-history.jsonl"]
@@ -71,16 +71,16 @@ def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
 def store_lines(run: str, files: dict[str, Any]) -> None:
     """Store the lines of a run's files by their line numbers."""
     for name, part in files.items():
-        lines = LINES.setdefault(run, {}).setdefault(name, {})
+        lines = STORED_LINES.setdefault(run, {}).setdefault(name, {})
         lines |= dict(enumerate(part["content"], part["offset"]))
 
 
 def make_resumed_bucket(run: str) -> dict[str, Any] | None:
     """Return the host's record of a run that is resumed, or None for an unknown run."""
-    if run not in LINES:
+    if run not in STORED_LINES:
         return None
-    history = LINES[run].get("wandb-history.jsonl", {})
-    events = LINES[run].get("wandb-events.jsonl", {})
+    history = STORED_LINES[run].get("wandb-history.jsonl", {})
+    events = STORED_LINES[run].get("wandb-events.jsonl", {})
     return {
         "id": "b",
         "name": run,
@@ -103,7 +103,7 @@ def format_last_line(lines: dict[int, str]) -> str:
     return json.dumps([lines[max(lines)]] if lines else [])
 
 
-def reply(request: dict[str, Any]) -> dict[str, Any]:
+def make_reply(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer that W&B's client needs to start an online run."""
     variables = request.get("variables") or {}
     operation = request.get("operationName")
@@ -126,10 +126,10 @@ def make_reply_data(operation: str, run: Any, project_name: str) -> dict[str, An
             return {"upsertView": {"view": {"id": "v", "name": run}, "inserted": True}}
         case "CreateRunFiles":
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
-    return {"viewer": VIEWER}
+    return {"viewer": VIEWER_REPLY}
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer((sys.argv[1], 0), Host)
+    server = ThreadingHTTPServer((sys.argv[1], 0), WandbRequestHandler)
     print(f"http://{sys.argv[1]}:{server.server_address[1]}", flush=True)
     server.serve_forever()

@@ -16,7 +16,7 @@ from tests.harness.commands.processes import make_environment
 from tests.harness.repository import ROOT
 
 
-class Fake:
+class FakeSlurm:
     """SLURM's commands as scripts on PATH. Each appends its command line to the file `calls`."""
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,9 @@ class Fake:
         return make_environment(**variables | extra)
 
 
-def call(fake: Fake, module: str, *arguments: str, source: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+def execute_module(
+    fake: FakeSlurm, module: str, *arguments: str, source: Path = ROOT, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Execute a module of the sources in the folder `source`, by default of this checkout."""
     command = [sys.executable, "-m", module, *arguments]
     return execution.execute_command(
@@ -55,14 +57,14 @@ def call(fake: Fake, module: str, *arguments: str, source: Path = ROOT, **env: s
     )
 
 
-def call_here(
-    fake: Fake, main: Callable[[list[str]], int], *arguments: str, **env: str
+def call_main(
+    fake: FakeSlurm, main: Callable[[list[str]], int], *arguments: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Call a command in this process without cached outputs of the scheduler. A fork would take 0.4 s more."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
         return in_process_calls.call_main(main, *arguments, cwd=ROOT, **fake.environment(**env))
 
 
-def report(fake: Fake, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call_slurm(fake: FakeSlurm, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Call `python -m slurm` in this process, with a verb that starts no other process."""
-    return call_here(fake, slurm_main, *arguments)
+    return call_main(fake, slurm_main, *arguments)

@@ -17,11 +17,15 @@ import time
 from pathlib import Path
 
 from tests.harness.commands.processes import make_environment
-from tests.harness.environment.randomness import open_stream
+from tests.harness.environment.randomness import create_random
 from tests.harness.repository import ROOT
-from tests.harness.verification.delete_technique import DELETABLE, delete_technique, list_committed_files
+from tests.harness.verification.delete_technique import (
+    DELETABLE_TECHNIQUES,
+    delete_technique,
+    list_committed_files,
+)
 
-PYTEST = (".venv/bin/python", "-m", "pytest")
+PYTEST_COMMAND = (".venv/bin/python", "-m", "pytest")
 
 
 def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
@@ -30,8 +34,8 @@ def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
     own_folder = ("--basetemp", str(clone.with_name("pytest")))
     return {
         "lint": ("make", "lint"),
-        "collection": (*PYTEST, "--collect-only", "tests"),
-        "unit tests": (*PYTEST, *own_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
+        "collection": (*PYTEST_COMMAND, "--collect-only", "tests"),
+        "unit tests": (*PYTEST_COMMAND, *own_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
     }
 
 
@@ -58,13 +62,17 @@ def check_clone(clone: Path) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--technique", choices=sorted(DELETABLE), help="the technique to delete (drawn by default)")
+    parser.add_argument(
+        "--technique", choices=sorted(DELETABLE_TECHNIQUES), help="the technique to delete (drawn by default)"
+    )
     technique = parser.parse_args().technique
-    committed = [name for name in sorted(DELETABLE) if list_committed_files(Path("common/techniques") / name)]
+    committed = [
+        name for name in sorted(DELETABLE_TECHNIQUES) if list_committed_files(Path("common/techniques") / name)
+    ]
     if not committed:
         print("changed clone skipped: no technique belongs to one experiment alone")
         return 0
-    technique = technique or open_stream("the deleted technique").choice(committed)
+    technique = technique or create_random("the deleted technique").choice(committed)
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="changed-clone-") as folder:

@@ -23,12 +23,12 @@ from pathlib import Path
 from common.runs.folder import write_json
 from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import tables
-from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.experiments.registry import ENTRIES
 from tests.harness.repository import ROOT
 
-DELETABLE = {entry.own_technique: entry.name for entry in EXPERIMENTS if entry.own_technique}
+DELETABLE_TECHNIQUES = {entry.own_technique: entry.name for entry in ENTRIES if entry.own_technique}
 """Each technique that can be deleted, with its experiment."""
-GIT = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@localhost", "-c", "commit.gpgsign=false")
+GIT_COMMAND = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@localhost", "-c", "commit.gpgsign=false")
 
 
 def list_committed_files(folder: Path) -> list[str]:
@@ -106,7 +106,7 @@ def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
 
 def delete_technique(technique: str, place: Path) -> None:
     """Clone the checkout into the new folder `place`, and delete the technique there."""
-    experiment = DELETABLE[technique]
+    experiment = DELETABLE_TECHNIQUES[technique]
     folder = Path("common/techniques") / technique
     if not list_committed_files(folder):
         raise UserError(f"{folder} is not committed, and a clone has only committed files; commit it first")
@@ -129,13 +129,13 @@ def delete_technique(technique: str, place: Path) -> None:
     for page in pages:
         page.write_text(delete_rows(page.read_text(), is_deleted))
 
-    subprocess.run([*GIT, "add", "--all"], cwd=place, check=True)
-    subprocess.run([*GIT, "commit", "--quiet", f"--message=Delete {technique}"], cwd=place, check=True)
+    subprocess.run([*GIT_COMMAND, "add", "--all"], cwd=place, check=True)
+    subprocess.run([*GIT_COMMAND, "commit", "--quiet", f"--message=Delete {technique}"], cwd=place, check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("technique", choices=sorted(DELETABLE))
+    parser.add_argument("technique", choices=sorted(DELETABLE_TECHNIQUES))
     parser.add_argument("place", type=Path, help="a new folder for the clone")
     arguments = parser.parse_args()
     with exit_on_user_error():

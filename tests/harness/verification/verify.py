@@ -23,7 +23,7 @@ from common.runs.folder import read_json, write_json
 from common.system.errors import UserError, exit_on_user_error
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE
 from tests.harness.repository import ROOT
-from tests.harness.verification.delete_technique import DELETABLE
+from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "verify.json"
 
@@ -43,7 +43,7 @@ def list_steps() -> list[VerificationStep]:
         VerificationStep("suites", ("make", "test-all"), {ALL_CASES_VARIABLE: "1"}),
         VerificationStep("cluster", ("make", "test-slurm"), {ALL_CASES_VARIABLE: "1", "FAULT_NOTICES": "20"}),
     ]
-    for technique in sorted(DELETABLE):
+    for technique in sorted(DELETABLE_TECHNIQUES):
         steps.append(
             make_step(f"without {technique}", "tests.harness.verification.changed_clone", "--technique", technique)
         )

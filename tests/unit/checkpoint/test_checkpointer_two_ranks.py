@@ -22,7 +22,7 @@ from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
 from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.ranks.checkpoint_cases import right
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
@@ -64,7 +64,7 @@ def two_ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> TwoRank
         process = execution.execute_command(command, env=make_environment())
         assert process.returncode == 0, process.stderr
 
-    folder = make_once(tmp_path_factory, "two", run_cases)
+    folder = create_folder_once(tmp_path_factory, "two", run_cases)
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     return TwoRankReports(folder, reports)
 

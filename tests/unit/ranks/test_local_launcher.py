@@ -17,9 +17,9 @@ import pytest
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
 from tests.harness.commands import execution
-from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, make_environment
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_only_run, make_environment
 from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
-from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
+from tests.harness.runs.long_runs import ENDLESS_SETTINGS, list_rank_pids, start_long_run
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 LISTENING = "0A"
@@ -131,12 +131,12 @@ def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[s
     first_runs = tmp_path / "first"
     second_runs = tmp_path / "second"
     with (
-        train_long("mnist_pipeline", *digits, *ENDLESS, runs=first_runs) as first,
-        train_long("mnist_pipeline", *digits, *ENDLESS, runs=second_runs) as second,
+        start_long_run("mnist_pipeline", *digits, *ENDLESS_SETTINGS, runs=first_runs) as first,
+        start_long_run("mnist_pipeline", *digits, *ENDLESS_SETTINGS, runs=second_runs) as second,
     ):
-        assert len(ranks_of(first)) == 2
+        assert len(list_rank_pids(first)) == 2
         for process in (first, second):
-            assert list_listening_addresses(ranks_of(process)) <= {LOOPBACK}
+            assert list_listening_addresses(list_rank_pids(process)) <= {LOOPBACK}
 
         os.killpg(first.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
         _, err = first.communicate(WAIT_TIMEOUT)
@@ -144,7 +144,7 @@ def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[s
         assert "a checkpoint will be saved after the current step (if training has started)" in err
         assert "metrics up to step" in err
         assert "Traceback" not in err
-        folder = only_folder(first_runs)
+        folder = get_only_run(first_runs)
         assert folder.result["exit_status"] == first.returncode
         assert folder.result["last_step"] > 0
         assert status.read_state(folder) == ("CANCELLED", "stopped by Ctrl-C")
@@ -159,8 +159,10 @@ def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[s
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], rank: int) -> None:
-    with train_long("mnist_pipeline", *digits, *ENDLESS, "launch.step_timeout=600", runs=tmp_path) as process:
-        os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    with start_long_run(
+        "mnist_pipeline", *digits, *ENDLESS_SETTINGS, "launch.step_timeout=600", runs=tmp_path
+    ) as process:
+        os.kill(list_rank_pids(process)[rank], signal.SIGKILL)
         kill_time = time.monotonic()
         _, err = process.communicate(WAIT_TIMEOUT)
         assert time.monotonic() - kill_time < 20, "5 s on an idle machine, and far less than the step timeout"
@@ -169,7 +171,7 @@ def test_a_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], ra
         assert "killed by SIGKILL" in err
         assert "Traceback" not in err
 
-        (attempt,) = only_folder(tmp_path).list_attempts()
+        (attempt,) = get_only_run(tmp_path).list_attempts()
         assert attempt.metrics_file.read_text().startswith('{"global_step": 1,')
         assert attempt.result["state"] == "failed"
         assert not find_processes(str(tmp_path))

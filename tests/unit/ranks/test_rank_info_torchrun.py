@@ -15,12 +15,13 @@ from common.system.exit_status import EXIT_RESUMABLE
 from tests.harness.commands import execution
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
+    get_only_run,
     make_environment,
     make_run_command,
     run_experiment,
     wait_until,
 )
-from tests.harness.runs.long_runs import free_port, only_folder
+from tests.harness.runs.long_runs import find_free_port
 
 
 def start_two_ranks(argv: Sequence[str]) -> list[execution.Command]:
@@ -29,7 +30,7 @@ def start_two_ranks(argv: Sequence[str]) -> list[execution.Command]:
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(find_free_port()),
     }
     ranks = []
     for rank in ("0", "1"):
@@ -41,7 +42,7 @@ def start_two_ranks(argv: Sequence[str]) -> list[execution.Command]:
 @pytest.fixture
 def one_rank() -> dict[str, Any]:
     """The variables that torchrun sets for the only rank of a run."""
-    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
 
 
 def test_ranks_that_are_stopped_before_the_first_step_exit_at_once(tmp_path: Path, cache: Path) -> None:
@@ -56,7 +57,7 @@ def test_ranks_that_are_stopped_before_the_first_step_exit_at_once(tmp_path: Pat
     assert statuses == [EXIT_RESUMABLE, EXIT_RESUMABLE], errors
     assert "Traceback" not in errors
 
-    folder = only_folder(tmp_path / "runs")
+    folder = get_only_run(tmp_path / "runs")
     assert folder.result["reason"] == "stopped on request, before the first step"
     assert f"no checkpoint found; to restart from step 0: make exp RESUME={folder.path}\n" in ranks[0].stderr
 
@@ -67,7 +68,7 @@ def test_ranks_of_torchrun_have_the_losses_of_forked_ranks(tmp_path: Path, digit
     statuses = [rank.wait(WAIT_TIMEOUT) for rank in ranks]
     assert statuses == [0, 0], ranks[0].stderr + ranks[1].stderr
 
-    folder = only_folder(tmp_path / "torchrun")
+    folder = get_only_run(tmp_path / "torchrun")
     losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
     assert len(losses) == 30
     assert losses == forked_run.losses

@@ -20,7 +20,7 @@ from slurm.local_cluster import cli, cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.repository import ROOT
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import FakeSlurm
 from tests.unit.slurm.local_cluster.cluster_command import check_refused, run_cluster_command
 
 LINKS = [
@@ -35,7 +35,7 @@ KILLED = -9
 class RunningCluster:
     """A cluster of three hosts; the third one is powered off."""
 
-    def __init__(self, fake: Fake, folder: Path) -> None:
+    def __init__(self, fake: FakeSlurm, folder: Path) -> None:
         self.fake = fake
         list_links = f"echo '{json.dumps(LINKS)}'"
         record_changes = f"{{ cat; echo; }} >>{fake.calls}"
@@ -77,7 +77,7 @@ class RunningCluster:
 
 
 @pytest.fixture
-def running(fake: Fake, tmp_path: Path) -> Iterator[RunningCluster]:
+def running(fake: FakeSlurm, tmp_path: Path) -> Iterator[RunningCluster]:
     local_cluster = RunningCluster(fake, tmp_path)
     yield local_cluster
     local_cluster.stop()

@@ -15,8 +15,8 @@ from common.runs import provenance
 from common.system.processes import Process
 from slurm.reports import logs
 from slurm.scheduling import scheduler
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 LAST_LINE = "W&B: offline"
@@ -26,7 +26,7 @@ def test_the_log_of_a_process_is_followed_until_the_process_ends(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run already has its result."""
-    folder = Made(steps=10).write(tmp_path)
+    folder = SyntheticRun(steps=10).write(tmp_path)
     log = folder.list_attempts()[-1].log_file(0)
     script = f"sleep 0.7; echo '{LAST_LINE}' >> {shlex.quote(str(log))}"
     with subprocess.Popen(["sh", "-c", script]) as process:
@@ -39,10 +39,10 @@ def test_the_log_of_a_process_is_followed_until_the_process_ends(
 
 
 def test_the_log_of_a_job_is_followed_until_the_job_ends(
-    tmp_path: Path, fake_here: Fake, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, fake_here: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run already has its result. SLURM lists the job once, and no longer when it is queried again."""
-    folder = Made(steps=10).write(tmp_path)
+    folder = SyntheticRun(steps=10).write(tmp_path)
     log = folder.list_attempts()[-1].log_file(0)
     provenance.update_metadata(folder, job={"id": "4711", "scheduler": "SLURM"})
     was_queried = tmp_path / "was_queried"
@@ -57,7 +57,7 @@ def test_the_log_of_a_job_is_followed_until_the_job_ends(
 def test_the_log_of_a_finished_run_is_followed_no_longer_than_wandb_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Made(steps=10, settings={"wandb.finish_timeout": "4"}).write(tmp_path)
+    folder = SyntheticRun(steps=10, settings={"wandb.finish_timeout": "4"}).write(tmp_path)
     monkeypatch.setattr(logs, "MARGIN_SECONDS", 0.0)
     monkeypatch.setattr(logs, "is_still_writing", lambda folder: True)
     start = time.time()
@@ -70,7 +70,7 @@ def test_the_log_of_a_finished_run_is_followed_no_longer_than_wandb_may_take(
     ("exit_code", "exit_status"), [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)]
 )
 def test_slurm_knows_the_exit_status_of_a_job_without_a_result(
-    fake_here: Fake, runs: Path, exit_code: str, exit_status: int
+    fake_here: FakeSlurm, runs: Path, exit_code: str, exit_status: int
 ) -> None:
     folder = write_submitted_run(runs, "17")
     fake_here.answer("scontrol", f'echo "JobId=17 JobState=FAILED ExitCode={exit_code} DerivedExitCode=0:0"')

@@ -26,7 +26,7 @@ from tests.harness.commands.processes import (
 from tests.harness.repository import ROOT
 
 # before a command whose time is measured, because other tests run at the same time; only root may raise the priority
-FIRST = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
+HIGH_PRIORITY = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
 
 
 class Site:
@@ -77,7 +77,7 @@ class Site:
 
     def wait_for_job(self, job: str, state: str) -> None:
         command = ("squeue", "-h", "-j", job, "-o", "%T")
-        until(f"job {job} is {state}", lambda: state in self.inside(*command).stdout)
+        wait_on_cluster(f"job {job} is {state}", lambda: state in self.inside(*command).stdout)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -100,18 +100,18 @@ class Site:
             return f"  {state}  " in output
 
         try:
-            until(f"the run is {state}", shows_state, seconds, pause=0.3)
+            wait_on_cluster(f"the run is {state}", shows_state, seconds, pause=0.3)
         except TimeoutError:
             raise AssertionError(output) from None
         return output
 
     def gone(self, folder: RunFolder, seconds: float = 30) -> None:
         """Wait until all processes of a run have exited."""
-        until("all processes have exited", lambda: not find_processes(str(folder.path)), seconds)
+        wait_on_cluster("all processes have exited", lambda: not find_processes(str(folder.path)), seconds)
 
 
 @contextlib.contextmanager
-def up(site: Site, *options: str) -> Iterator[Site]:
+def start_cluster(site: Site, *options: str) -> Iterator[Site]:
     """Start the site's cluster, and stop it after the block."""
     site.call("slurm", "cluster", "up", "--nodes", "2", *options)
     try:
@@ -122,7 +122,7 @@ def up(site: Site, *options: str) -> Iterator[Site]:
 
 
 @contextlib.contextmanager
-def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
+def create_mount_namespace(script: str) -> Iterator[tuple[str, ...]]:
     """Run a shell script as root in a new mount namespace. Return the prefix of commands in that namespace."""
     argv = ["unshare", "--mount", "sh", "-ec", f"{script}\necho ready\nexec cat"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -133,7 +133,7 @@ def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
         holder.stdin.close()
 
 
-def find_cluster(environ: Mapping[str, str]) -> Cluster:
+def find_running_cluster(environ: Mapping[str, str]) -> Cluster:
     """Return the running cluster that commands with these variables use."""
     folder = find_cluster_folder("local", environ)
     process = Process.load(folder / "holder")
@@ -141,13 +141,13 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
     return Cluster(Plan.load(folder), process)
 
 
-def until(description: str, condition: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
+def wait_on_cluster(description: str, condition: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
     """Wait until a condition holds and return its value. Raises TimeoutError with the description."""
     return wait_until(condition, description, seconds, pause)
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[Path]:
+def create_shared_folder() -> Iterator[Path]:
     """Return a folder with a short path that every user can write, and delete it after the block."""
     path = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     path.chmod(0o1777)

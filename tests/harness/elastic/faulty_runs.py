@@ -13,32 +13,41 @@ from common.techniques.elastic.coordinator import EndReason
 from common.techniques.elastic.member import STUCK_REASON
 from tests.harness.commands import execution
 from tests.harness.commands.processes import FinishedRun, make_environment
-from tests.harness.environment.shared_results import run_once
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.resuming import resume
+from tests.harness.environment.shared_results import run_experiment_once
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import resume_run
 
-TRIES = 3
-SMALL = (
+MAX_TRIES = 3
+SMALL_RUN_SETTINGS = (
     *("data.name=digits", "data.train_limit=240", "data.test_limit=50", "batch=24", "steps=25", "epochs=3"),
     *("dtype=float64", "model=mlp", "launch.threads=1", "launch.device=cpu", "log.progress=none"),
     *("checkpoint.every_steps=4", "checkpoint.every_seconds=0", "optim.lr=0.1"),
 )
 
 
-def train(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> FinishedRun:
+def train_with_faults(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> FinishedRun:
     """Train with `faults` as described in tests/harness/elastic/faults.py."""
-    command = [sys.executable, "-m", "tests.harness.elastic.faults", name, faults, f"runs={runs}", *SMALL, *settings]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.harness.elastic.faults",
+        name,
+        faults,
+        f"runs={runs}",
+        *SMALL_RUN_SETTINGS,
+        *settings,
+    ]
     process = execution.execute_command(command, env=make_environment(), timeout=120)
     return FinishedRun(process.returncode, process.stdout, process.stderr, runs)
 
 
-def train_alone(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
+def train_on_one_rank(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
     """Return the undisturbed run on one rank, which is trained only once per test run."""
     key = "-".join(["alone", name, *(setting for setting in settings if "/" not in setting)])
-    return run_once(factory, key, name, *SMALL, *settings, "processes_per_node=1").folder
+    return run_experiment_once(factory, key, name, *SMALL_RUN_SETTINGS, *settings, "processes_per_node=1").folder
 
 
-def train_like(
+def train_and_compare(
     undisturbed: RunFolder, faults: str, *settings: str, runs: Path, name: str = "ddp_multinode"
 ) -> RunFolder:
     """Train with `faults`; check that the run finishes with the losses and scores of `undisturbed`.
@@ -46,20 +55,20 @@ def train_like(
     If a rank is stuck in gloo, this rank is lost, too. If it was the only one with a part of the state, the run is
     resumed. Its losses are checked as well, but other ranks were lost than in `faults`, so another run is trained.
     """
-    for number in range(TRIES):
-        process = train(faults, *settings, runs=runs / str(number), name=name)
+    for number in range(MAX_TRIES):
+        process = train_with_faults(faults, *settings, runs=runs / str(number), name=name)
         logs = [file.read_text() for file in process.folder.path.glob("attempts/*/logs/rank-*.log")]
         is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
         if is_stuck and EndReason.SHARD_LOST.value in process.stderr:
-            resumed = resume(BY_NAME[name], process.folder)
+            resumed = resume_run(ENTRY_BY_NAME[name], process.folder)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:
             assert process.returncode == 0, (faults, process.stderr, logs)
-        problems = differences(process.folder, undisturbed)
+        problems = find_metric_differences(process.folder, undisturbed)
         assert not problems, (faults, problems)
         if not is_stuck:
             return process.folder
-    raise AssertionError(f"{faults}: a rank was stuck in gloo in each of {TRIES} runs: {logs}")
+    raise AssertionError(f"{faults}: a rank was stuck in gloo in each of {MAX_TRIES} runs: {logs}")
 
 
 def list_row_keys(rows: list[dict[str, Any]]) -> list[tuple[int, bool]]:
@@ -67,7 +76,7 @@ def list_row_keys(rows: list[dict[str, Any]]) -> list[tuple[int, bool]]:
     return [(row["global_step"], "test_loss" in row) for row in rows]
 
 
-def differences(run: RunFolder, undisturbed: RunFolder) -> list[str]:
+def find_metric_differences(run: RunFolder, undisturbed: RunFolder) -> list[str]:
     """Return the differences between the metrics of two runs, except those of rounding."""
     rows = run.read_metrics()
     expected_rows = undisturbed.read_metrics()
@@ -86,7 +95,7 @@ def differences(run: RunFolder, undisturbed: RunFolder) -> list[str]:
     return problems
 
 
-def list_changes(folder: RunFolder) -> list[tuple[list[int], list[int]]]:
+def list_world_changes(folder: RunFolder) -> list[tuple[list[int], list[int]]]:
     """Return the lost ranks and the joined ranks of each change of the world."""
     return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]
 
@@ -95,7 +104,7 @@ def list_lost_and_joined(folder: RunFolder) -> tuple[list[int], list[int]]:
     """Return all lost ranks and all joined ranks, in order."""
     all_lost = []
     all_joined = []
-    for lost, joined in list_changes(folder):
+    for lost, joined in list_world_changes(folder):
         all_lost += lost
         all_joined += joined
     return all_lost, all_joined
