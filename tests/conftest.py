@@ -114,7 +114,7 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
     alone = "launch.threads=1"  # tests run three at a time
     return lambda entry: run_experiment_once(
-        tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest
+        tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest_settings
     )
 
 

@@ -30,7 +30,7 @@ from tests.harness.elastic.campaign import (
 )
 from tests.harness.elastic.faulty_runs import find_metric_differences
 
-PACE = RunLength(steps=800, saves=50, timeout=3.0, latest=150)
+PACE = RunLength(steps=800, checkpoint_interval=50, elastic_timeout=3.0, max_first_fault_step=150)
 MODEL = (
     "data.name=vectors",
     "data.samples=2400",
@@ -40,26 +40,26 @@ MODEL = (
     "optim.lr=0.01",
     "optim.base_batch=0",
 )
-LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.saves}")
+LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.checkpoint_interval}")
 JOB_SETTINGS = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
 
 
 class JobTarget(FaultyRun):
     """The processes of a job."""
 
-    newcomer_seconds = 30.0
+    new_process_timeout = 30.0
 
     def __init__(self, running: Running) -> None:
         self.running = running
-        self.initial = list[int]()
-        self.seen = set[int]()
-        self.newest = 0
-        self.struck_first = set[int]()
+        self.first_processes = list[int]()
+        self.known_processes = set[int]()
+        self.newest_process = 0
+        self.faulty_first_ranks = set[int]()
 
     def has_ended(self) -> bool:
         return bool(self.running.folder.result)
 
-    def list_ranks(self) -> list[int]:
+    def list_rank_pids(self) -> list[int]:
         return self.running.ranks()
 
 
@@ -72,15 +72,15 @@ def run_case(lab: Lab, case: CampaignCase, reference: RunFolder) -> None:
     """Run a case and check its outcome."""
     start_time = time.monotonic()
     nodes = 3 if case.ranks == 3 else 2
-    elastic = ("elastic=true", f"elastic.timeout={PACE.timeout}", f"processes_per_node={case.ranks // nodes}")
+    elastic = ("elastic=true", f"elastic.timeout={PACE.elastic_timeout}", f"processes_per_node={case.ranks // nodes}")
     lab.up()
     running = lab.submit_on(nodes, case.name, *list_settings(case.name), *elastic)
     target = JobTarget(running)
     try:
-        running.wait_for_step(case.begin)
-        target.note_first_processes()
-        for strike in case.strikes:
-            case.struck.append(target.strike(strike))
+        running.wait_for_step(case.first_fault_step)
+        target.record_first_processes()
+        for fault in case.faults:
+            case.executed_faults.append(target.execute_fault(fault))
         running.finish(400)
         case.outcome = check_outcome(running, reference)
     except (AssertionError, TimeoutError) as error:
@@ -119,7 +119,7 @@ def main() -> int:
         for number in numbers:
             case = draw_case(seed, number, PACE)
             run_case(lab, case, references[case.name])
-            print(case.line(), flush=True)
+            print(case.format_line(), flush=True)
             outcome = "failed" if case.problem else case.outcome.partition(",")[0]
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
         print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1} on a cluster: {outcomes}")

@@ -20,5 +20,5 @@ def test_concurrent_commands_leave_one_attempt_that_trains(
 ) -> None:
     monkeypatch.setattr(claims_campaign, "TOTAL_STEPS", 600)
     draw = random.Random(draw_seed("claims"))
-    case = claims_campaign.execute_case(ClusterRuns(site), draw, pair, finishes=False)
+    case = claims_campaign.execute_case(ClusterRuns(site), draw, pair, resumes_until_finished=False)
     assert not case.problems, case.describe()

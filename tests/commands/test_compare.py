@@ -134,7 +134,7 @@ def test_the_options_of_older_versions_are_accepted_with_a_notice(runs_folder: P
     assert "0003" in completed.stdout
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
 def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     numbers = {"timings": {"samples_per_second": 60.0}}

@@ -348,13 +348,13 @@ for words in (
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: tuple[str, ...]) -> None:
     """SLURM is installed without a configuration, as in a fresh installation of Debian."""
     fake = FakeSlurm(place.parent)
-    fake.conf.unlink()
-    env = fake.environment()
+    fake.slurm_conf.unlink()
+    env = fake.make_environment()
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
     completed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, **env)
     assert completed.returncode == 0, completed
     assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.stdout
-    assert not fake.calls.exists()
+    assert not fake.calls_file.exists()
     assert completed.folder.result["state"] == "finished"
     config = yaml.safe_load((completed.folder.path / "config.yaml").read_text())
     assert config["launch"]["nodes"] == 2

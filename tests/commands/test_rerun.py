@@ -292,7 +292,7 @@ def test_all_results_that_depend_on_the_training_alone_are_compared(
         assert messages == [f"result      {key}: was {value}, now {changed}{distance}"]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
 def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, tmp_path: Path) -> None:
     old = SyntheticRun(name, 1, 4).write(tmp_path)
     text = (old.path / "config.yaml").read_text()

@@ -127,9 +127,9 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     result = '{"state": "finished", "exit_status": 0}'
     ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
-    fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
+    fake.define_command("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
     completed = in_process_calls.call_verb(
-        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment()
+        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.make_environment()
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "(2 missing); 2 to run now" in completed.stdout
@@ -147,10 +147,10 @@ def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     file = write_grid(tmp_path, cache, points=points)
     fake = FakeSlurm(tmp_path)
     runs = write_interrupted_sweep(tmp_path, points, "failed")
-    fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    fake.define_command("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
         arguments = ("--launch=slurm", f"--failed={failed}", "--", str(file))
-        completed = in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, **fake.environment())
+        completed = in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, **fake.make_environment())
         assert completed.returncode == 2
         assert "; 1 to run now" in completed.stdout
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
@@ -250,8 +250,10 @@ def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Pa
     folder = RunFolder(tmp_path / "runs" / run)
     Result("cancelled", 130).write(folder)
     before = folder.result
-    fake.answer("sbatch", "echo refused >&2; exit 1")
-    completed = in_process_calls.call_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
+    fake.define_command("sbatch", "echo refused >&2; exit 1")
+    completed = in_process_calls.call_verb(
+        "sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.make_environment()
+    )
     assert completed.returncode == 2, completed.stdout + completed.stderr
     assert "refused" in completed.stderr, completed.stdout + completed.stderr
     assert before

@@ -26,10 +26,10 @@ from tests.harness.experiments.entry import Entry
 from tests.harness.experiments.registry import ENTRIES, REPLICATED_ENTRY, STAGED_ENTRY
 from tests.harness.repository import ROOT
 
-NETWORKS = [entry for entry in ENTRIES if entry.exports]
+NETWORKS = [entry for entry in ENTRIES if entry.tests_export]
 EVALUATED: list[tuple[str, tuple[str, ...]]] = []
 for experiment in ENTRIES:
-    EVALUATED += [(experiment.name, settings) for settings in experiment.evaluated]
+    EVALUATED += [(experiment.name, settings) for settings in experiment.evaluation_variants]
 
 
 def copy(folder: RunFolder, destination: Path) -> RunFolder:

@@ -79,7 +79,7 @@ def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tup
 
 def interrupt_training(runs: Path, quick: tuple[str, ...], *, real: bool) -> tuple[int | None, str, list[str]]:
     """Interrupt a run. Returns exit status, output and files, without what depends on the time of the interruption."""
-    with start_long_run("mnist_pipeline", *quick, *ENDLESS_SETTINGS, runs=runs, real=real) as process:
+    with start_long_run("mnist_pipeline", *quick, *ENDLESS_SETTINGS, runs=runs, real_process=real) as process:
         process.send_signal(signal.SIGINT)
         output = "\n--\n".join(mask_folder_names(text, runs) for text in process.communicate(WAIT_TIMEOUT))
     last_step = get_only_run(runs).result["last_step"]

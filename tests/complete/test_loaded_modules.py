@@ -17,7 +17,7 @@ from tests.harness.experiments.loaded_modules import count_tokens
 from tests.harness.experiments.registry import ENTRIES
 from tests.harness.repository import ROOT
 
-TRAINED = {entry.name: entry.techniques for entry in ENTRIES if entry.techniques is not None}
+TRAINED = {entry.name: entry.allowed_techniques for entry in ENTRIES if entry.allowed_techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
 SHARED = [entry.name for entry in ENTRIES if not entry.own_technique]
 """Experiments whose technique cannot be deleted, so that a deletion does not change the mean."""

@@ -19,7 +19,7 @@ def test_missing_points_are_run_and_failed_points_only_if_requested(tmp_path: Pa
     points = [{"optim.lr": rate} for rate in ("0.01", "100", "0.02", "0.03")]
     file = write_grid(tmp_path, cache, points=points, settings=DIVERGING_SETTINGS, parallel="2")
     runs = write_interrupted_sweep(tmp_path, points, "finished", "failed")
-    completed = run_sweep(file, real=True)
+    completed = run_sweep(file, real_process=True)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     summary = "4 points of mnist_pipeline (1 finished, 1 failed, 2 missing); 2 to run now"
     assert summary in completed.stdout, completed.stdout

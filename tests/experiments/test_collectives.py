@@ -241,7 +241,7 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     saving = ("checkpoint.every_steps=7", "checkpoint.every_seconds=0", "checkpoint.keep=9")
     quiet = ("algorithms=[]", "launch.threads=1", "log.progress=none")
     uninterrupted = run_experiment(
-        "collectives", *COLLECTIVES.smallest, *saving, *quiet, runs=tmp_path / "whole"
+        "collectives", *COLLECTIVES.smallest_settings, *saving, *quiet, runs=tmp_path / "whole"
     ).folder
     folder = copy_as_interrupted(uninterrupted, 21, tmp_path)  # within a round
     before = folder.read_metrics()[:21]

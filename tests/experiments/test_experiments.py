@@ -53,7 +53,7 @@ def test_the_list_is_complete() -> None:
 def check_that_it_trains(entry: Entry, completed: FinishedRun) -> None:
     """Check that the loss falls; for a new experiment, only that it is finite and that parameters change."""
     assert all(map(math.isfinite, completed.losses))
-    if entry.learns_at_once:
+    if entry.loss_decreases_early:
         assert completed.losses[-1] < completed.losses[0]
         return
     *_, previous, newest = storage.list_checkpoints(completed.folder.list_attempts()[0])
@@ -72,16 +72,16 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
     result = completed.result
     assert result["state"] == "finished"
     assert result["exit_status"] == 0
-    assert set(entry.produces) <= result.keys()
+    assert set(entry.result_keys) <= result.keys()
     meta = read_json(folder.path / "meta.json")
-    assert meta["data"]["name"] == ("digits" if entry.trains else "none")
+    assert meta["data"]["name"] == ("digits" if entry.trains_model else "none")
     assert meta["packages"]["torch"]
     assert meta["world"]["processes"] == entry.processes == len(meta["world"]["hosts"])
     assert meta["history"][0]["state"] == "finished"
     assert meta["history"][0]["end"]
     rows = folder.read_metrics()
     assert list_trained_steps(folder) == list(range(1, 41))
-    if entry.trains:
+    if entry.trains_model:
         assert result["data"] == "digits"
         assert result["test_samples"] == rows[-1]["test_samples"] == 333
         assert len(completed.losses) == 40
@@ -103,7 +103,7 @@ def test_the_run_folder_contains_the_source_code(entry: Entry, finished: GetRun)
 @every
 def test_the_output_contains_scores_and_paths(entry: Entry, finished: GetRun) -> None:
     completed = finished(entry)
-    scores = ("data digits", "test accuracy", "samples/s") if entry.trains else ()
+    scores = ("data digits", "test accuracy", "samples/s") if entry.trains_model else ()
     for part in (*scores, str(completed.folder.path), "make rerun"):
         assert part in completed.stdout
     assert not completed.stderr
@@ -150,7 +150,7 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
     arguments = make_run_command(
         STAGED_ENTRY.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path
     )
-    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED_ENTRY.smallest]
+    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED_ENTRY.smallest_settings]
     completed = subprocess.run(
         ["script", "-qec", shlex.join(arguments), "/dev/null"],  # runs the command on a terminal
         cwd=ROOT,

@@ -16,7 +16,9 @@ from tests.harness.runs.resuming import resume_run
 def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path: Path) -> None:
     file = write_example(tmp_path)
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
-    completed = run_experiment(REPLICATED_ENTRY.name, *settings, *REPLICATED_ENTRY.smallest, runs=tmp_path / "runs")
+    completed = run_experiment(
+        REPLICATED_ENTRY.name, *settings, *REPLICATED_ENTRY.smallest_settings, runs=tmp_path / "runs"
+    )
     assert completed.returncode == 0, completed.stderr
     folder = completed.folder
     assert completed.result["data"] == f"{file}:load"

@@ -41,11 +41,11 @@ def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...
     """A pure measurement itself compares its outputs with arithmetic."""
     model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
     settings = (*quick, *EXACT, *model)
-    two_ranks = run_experiment(entry.name, *settings, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
+    two_ranks = run_experiment(entry.name, *settings, *entry.make_rank_settings(2), *BUILTIN, runs=tmp_path / "two")
     assert two_ranks.returncode == 0, two_ranks.stderr
     assert read_world(two_ranks)["backend"] == "builtin"
-    if entry.trains:
-        single_process = run_experiment(entry.name, *settings, *entry.spread(1), runs=tmp_path / "one")
+    if entry.trains_model:
+        single_process = run_experiment(entry.name, *settings, *entry.make_rank_settings(1), runs=tmp_path / "one")
         check_equal_losses(two_ranks, single_process)
 
 
@@ -57,7 +57,7 @@ TRANSPORT_SETTINGS = {
 FSDP = {"ddp_multinode": ("strategy=fsdp",)}  # all other tests use DDP
 OVER_TRANSPORTS: list[tuple[Entry, str]] = []
 for experiment in ENTRIES:
-    OVER_TRANSPORTS += [(experiment, transport) for transport in experiment.transports]
+    OVER_TRANSPORTS += [(experiment, transport) for transport in experiment.parity_transports]
 
 
 def make_id(parameter: Entry | str) -> str:
@@ -70,11 +70,11 @@ def test_an_experiment_over_a_transport_equals_one_process(
 ) -> None:
     """Pairs that no other test of this file covers."""
     settings = (*quick, *EXACT, *FSDP.get(entry.name, ()))
-    spread = entry.spread(2)
+    spread = entry.make_rank_settings(2)
     if transport == "two_level":  # two hosts with one rank each
         spread = tuple(setting.replace("processes_per_node=2", "processes_per_node=1") for setting in spread)
     single_process = run_experiment_once(
-        tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.spread(1)
+        tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.make_rank_settings(1)
     )
     two_ranks = run_experiment(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
     check_equal_losses(two_ranks, single_process)

@@ -48,4 +48,4 @@ def test_a_norm_of_shards_is_refused(tmp_path: Path) -> None:
     assert passed_checks == list(CHECKS), completed.stdout + completed.stderr
     assert completed.stderr.startswith(f"error: optim.name={name}: ")
     assert completed.stderr.count("\n") == 1, completed.stderr
-    assert LOCAL_NORM.told in completed.stderr
+    assert LOCAL_NORM.message_part in completed.stderr

@@ -31,7 +31,7 @@ BUILTIN = ("launch.backend=builtin", "launch.algorithm=tree")
 
 def train_uninterrupted(tmp_path: Path, quick: tuple[str, ...], *settings: str) -> FinishedRun:
     """Train three ranks to the end."""
-    common = (*quick, *REPLICATED_ENTRY.spread(3), ONE_THREAD, "steps=12", "launch.backend=builtin")
+    common = (*quick, *REPLICATED_ENTRY.make_rank_settings(3), ONE_THREAD, "steps=12", "launch.backend=builtin")
     uninterrupted = run_experiment(REPLICATED_ENTRY.name, *common, *settings, runs=tmp_path / "uninterrupted")
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     return uninterrupted
@@ -62,7 +62,7 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
 
 
 def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: tuple[str, ...]) -> None:
-    settings = (*digits, *REPLICATED_ENTRY.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
+    settings = (*digits, *REPLICATED_ENTRY.smallest_settings, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
     completed = run_experiment(
         REPLICATED_ENTRY.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path)
     )
@@ -81,7 +81,7 @@ def test_an_encrypted_run_resumes_bitwise_equal_with_a_new_key(tmp_path: Path, q
 
 
 def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    settings = (*quick, *REPLICATED_ENTRY.spread(2), *BUILTIN, *ENDLESS_SETTINGS)
+    settings = (*quick, *REPLICATED_ENTRY.make_rank_settings(2), *BUILTIN, *ENDLESS_SETTINGS)
     timing = ("checkpoint.every_steps=3", "launch.step_timeout=600")
     with start_long_run(REPLICATED_ENTRY.name, *settings, *timing, runs=tmp_path) as process:
         os.kill(list_rank_pids(process)[1], signal.SIGKILL)

@@ -55,7 +55,7 @@ def test_a_training_run_is_not_resumed_and_a_superseded_attempt_stops(tmp_path: 
 def test_a_run_whose_folder_was_moved_stops_within_seconds(tmp_path: Path, quick: tuple[str, ...]) -> None:
     runs = tmp_path / "runs"
     away = tmp_path / "away"
-    settings = (*quick, *REPLICATED_ENTRY.spread(2), *ENDLESS_SETTINGS, "checkpoint.every_seconds=1")
+    settings = (*quick, *REPLICATED_ENTRY.make_rank_settings(2), *ENDLESS_SETTINGS, "checkpoint.every_seconds=1")
     with start_long_run(REPLICATED_ENTRY.name, *settings, runs=runs, WANDB_MODE="offline") as process:
         folder = get_only_run(runs)
         wait_until(lambda: storage.list_resumable_checkpoints(folder), "there is a checkpoint")

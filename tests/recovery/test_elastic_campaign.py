@@ -24,5 +24,5 @@ def test_ranks_are_struck_around_joins(
         tmp_path_factory, f"campaign-{case.name}", case.name, *settings, "processes_per_node=1"
     )
     execute_case(case, undisturbed.folder, cache, tmp_path / "runs", SHORT_RUN)
-    print(case.line())
+    print(case.format_line())
     assert not case.problem

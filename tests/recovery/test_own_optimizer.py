@@ -15,7 +15,13 @@ def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path
     optimizer_file = write_example(tmp_path, "lion.py")
     decay_file = write_example(tmp_path, "halving.py")
     custom_code = (f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve")
-    settings = (*quick, *custom_code, "optim.decayed=matrices", "optim.weight_decay=0.1", *REPLICATED_ENTRY.spread(2))
+    settings = (
+        *quick,
+        *custom_code,
+        "optim.decayed=matrices",
+        "optim.weight_decay=0.1",
+        *REPLICATED_ENTRY.make_rank_settings(2),
+    )
     completed = run_experiment(REPLICATED_ENTRY.name, *settings, runs=tmp_path / "runs")
     assert completed.returncode == 0, completed.stderr
     assert completed.losses[-1] < 0.9 * completed.losses[0]
@@ -33,10 +39,10 @@ def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path
 
 def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits: tuple[str, ...]) -> None:
     breach = VIOLATIONS["state elsewhere"]
-    settings = (*digits, f"optim.name={write_optimizer(tmp_path, breach)}", *REPLICATED_ENTRY.smallest)
+    settings = (*digits, f"optim.name={write_optimizer(tmp_path, breach)}", *REPLICATED_ENTRY.smallest_settings)
     completed = run_experiment(REPLICATED_ENTRY.name, *settings, runs=tmp_path / "runs")
     (message,) = [line for line in completed.stderr.splitlines() if line.startswith("error: ")]
     assert completed.returncode == 2
-    assert breach.told in message
+    assert breach.message_part in message
     assert "Traceback" not in completed.stdout + completed.stderr
     assert not list((tmp_path / "runs").iterdir()), "a run that is refused before step 1 leaves no folder"

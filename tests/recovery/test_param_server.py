@@ -19,7 +19,7 @@ def test_a_dead_server_is_named_and_its_run_resumes_from_a_checkpoint(tmp_path: 
     """The second of two servers has a shard of the parameters and of the optimizer's state."""
     settings = (
         *quick,
-        *SERVED.spread(2),
+        *SERVED.make_rank_settings(2),
         ONE_THREAD,
         *ENDLESS_SETTINGS,
         "checkpoint.every_steps=3",

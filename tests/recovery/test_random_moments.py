@@ -20,22 +20,24 @@ from tests.harness.runs.random_stops import Trial, execute_trials
 
 
 def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    finished_trials = execute_trials(images=600, moments=1, draw=create_random("moments"), scratch=tmp_path)
-    assert not [trial.line() for trial in finished_trials if trial.problem]
+    finished_trials = execute_trials(
+        image_count=600, moments=1, random_stream=create_random("moments"), scratch=tmp_path
+    )
+    assert not [trial.format_line() for trial in finished_trials if trial.problem]
 
 
 def test_a_failed_trial_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(root: Path, place: Path, *, real: bool) -> execution.Command:
-        return execution.Command(["sleep", "60"], env=make_environment(MARK=str(place)), real_process=True)
+    def start(images: Path, folder: Path) -> execution.Command:
+        return execution.Command(["sleep", "60"], env=make_environment(MARK=str(folder)), real_process=True)
 
     def stop(process: execution.Command, trial: Trial) -> None:
         raise OSError("of the run\nno space left")
 
-    monkeypatch.setattr(random_stops, "start", start)
-    monkeypatch.setattr(random_stops, "stop", stop)
-    monkeypatch.setattr(random_stops, "run_to_the_end", lambda root, place: (RunFolder(place), 0.01))
+    monkeypatch.setattr(random_stops, "start_run", start)
+    monkeypatch.setattr(random_stops, "stop_run", stop)
+    monkeypatch.setattr(random_stops, "run_uninterrupted", lambda images, folder: (RunFolder(folder), 0.01))
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["random_moments", "--images=12", "--moments=1"])
     assert random_stops.main() == 1

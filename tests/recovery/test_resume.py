@@ -45,7 +45,7 @@ WORLDS = [(entry, 2) for entry in ENTRIES if entry not in ARCHETYPE_ENTRIES]
 WORLDS += itertools.product(ARCHETYPE_ENTRIES, (1, 3, 4))
 OTHER_SETTINGS: list[tuple[Entry, tuple[str, ...]]] = []
 for experiment in ENTRIES:
-    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.others]
+    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.resume_variants]
 
 
 def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_bitwise_equal(
     uninterrupted = train_uninterrupted(tmp_path_factory, quick, entry, ranks)
     assert len(list_trained_steps(uninterrupted.folder)) == TOTAL_STEPS
     real = ranks == 3 and entry == STAGED_ENTRY  # the command as a user executes it
-    check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real=real)
+    check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=real)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in TRAINING_ENTRIES if not entry.keeps_ranks], ids=lambda entry: entry.name
+    "entry", [entry for entry in TRAINING_ENTRIES if not entry.fixes_rank_count], ids=lambda entry: entry.name
 )
 def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...]
@@ -103,12 +103,12 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     steps = 20
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
     settings = (*quick, "dtype=float64", ONE_THREAD, f"steps={steps}", *small)
-    uninterrupted = run_experiment(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment(entry.name, *settings, *entry.make_rank_settings(2), runs=tmp_path / "uninterrupted")
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
         folder = copy_as_interrupted(folder, step, tmp_path / str(step))
-        resumed = resume_run(entry, folder, *entry.spread(after))
+        resumed = resume_run(entry, folder, *entry.make_rank_settings(after))
         assert resumed.returncode == 0, resumed.stderr
         assert f"resumed from step {step}" in resumed.stdout
         assert f"saved by {before} rank" in resumed.stdout
@@ -121,7 +121,7 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
 def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
-    completed = run_experiment(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
+    completed = run_experiment(entry.name, *quick, *entry.make_rank_settings(2), *saving, *length, runs=tmp_path)
     assert completed.returncode == 0, completed.stderr
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert len(evaluations) == 8
@@ -138,7 +138,7 @@ def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tu
     script = str(ROOT / "experiments" / f"{REPLICATED_ENTRY.name}.py")
     runs = tmp_path / "uninterrupted"
     argv = [sys.executable, "-m", "tests.harness.runs.disabled_protection", "bucket_warm_up", script]
-    settings = [*quick, *REPLICATED_ENTRY.spread(4), f"runs={runs}"]
+    settings = [*quick, *REPLICATED_ENTRY.make_rank_settings(4), f"runs={runs}"]
     execution.execute_command([*argv, *settings], env=make_environment(), check=True)
     uninterrupted = get_only_run(runs)
     folder = copy_as_interrupted(uninterrupted, 9, tmp_path / "cut")

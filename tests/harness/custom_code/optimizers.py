@@ -29,9 +29,9 @@ class Own(torch.optim.Optimizer):
 class Violation(NamedTuple):
     """A violation: the replaced text, its replacement, and a part of the error message."""
 
-    of: str
-    by: str
-    told: str
+    replaced: str
+    replacement: str
+    message_part: str
 
 
 VIOLATIONS = {
@@ -69,12 +69,12 @@ VIOLATIONS = {
 }
 
 
-def write_optimizer(folder: Path, breach: Violation | None = None) -> str:
+def write_optimizer(folder: Path, violation: Violation | None = None) -> str:
     """Write the file, with a violation if one is given. Return the value of optim.name."""
     text = VALID_OPTIMIZER
-    if breach is not None:
-        assert breach.of in text
-        text = text.replace(breach.of, breach.by)
+    if violation is not None:
+        assert violation.replaced in text
+        text = text.replace(violation.replaced, violation.replacement)
     file = folder / "own.py"
     file.write_text(text)
     return f"{file}:Own"

@@ -70,7 +70,7 @@ class PlantedFaults:
         self.faults = faults
         self.recovery: Any = None
 
-    def reach(self, point: str, step: int) -> None:
+    def reach_point(self, point: str, step: int) -> None:
         """Execute the actions of this point. This method may not return."""
         if self.recovery is None:
             return
@@ -103,10 +103,10 @@ class PlantedFaults:
             self.faults.remove(fault)
             raise RuntimeError("gloo: planted")
 
-    def reach_in_step(self, point: str) -> None:
+    def reach_point_in_step(self, point: str) -> None:
         """Execute the actions of a point of the next step."""
         if self.recovery is not None:
-            self.reach(point, self.recovery.run.step + 1)
+            self.reach_point(point, self.recovery.run.step + 1)
 
     def has_all_ranks(self) -> bool:
         run = self.recovery.run
@@ -147,9 +147,9 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
             recovery.has_hook = True
             # The gradient of the first layer is the last one, so other gradients are being reduced.
             first_parameter = recovery.state.parameters[0][1]
-            first_parameter.register_hook(lambda _: planted.reach("reduction", recovery.run.step + 1))
+            first_parameter.register_hook(lambda _: planted.reach_point("reduction", recovery.run.step + 1))
         if name == "end of backward":
-            planted.reach("reduced", recovery.run.step + 1)
+            planted.reach_point("reduced", recovery.run.step + 1)
 
     def arrive(run: RunContext, *_: Any) -> None:
         for fault in faults:
@@ -158,24 +158,28 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
 
     call_before(RunContext, "resume", arrive)
     call_before(ElasticRecovery, "__init__", activate)
-    call_before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
+    call_before(loop.Step, "__enter__", lambda step: planted.reach_point("begin", step.number))
     call_before(StepTimer, "record_mark", reach_mark)
     declared = import_if_exists(f"tests.harness.elastic.{name}_points")
     if declared:
-        declared.plant_points(call_before, planted.reach_in_step)
-    call_before(ElasticRecovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
-    call_before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
-    call_before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
-    call_before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))
-    call_before(group, "form_process_group", lambda member, *_: planted.reach("forming", member.generation.number))
+        declared.plant_points(call_before, planted.reach_point_in_step)
+    call_before(ElasticRecovery, "commit", lambda self: planted.reach_point("committed", self.run.step + 1), after=True)
+    call_before(loop.Step, "__exit__", lambda step, *_: planted.reach_point("updated", step.number))
+    call_before(RunContext, "stop_if_requested", lambda run: planted.reach_point("evaluation", run.step))
+    call_before(checkpointer, "write_rank_file", lambda *_: planted.reach_point("save", planted.recovery.run.step))
+    call_before(
+        group, "form_process_group", lambda member, *_: planted.reach_point("forming", member.generation.number)
+    )
     call_before(
         group.CoordinatorStore,
         "set",
-        lambda store, *_: planted.reach("published", store.member.generation.number),
+        lambda store, *_: planted.reach_point("published", store.member.generation.number),
         after=True,
     )
     call_before(
-        ElasticRecovery, "_apply_run_facts", lambda self, _: planted.reach("copied", self.member.generation.number)
+        ElasticRecovery,
+        "_apply_run_facts",
+        lambda self, _: planted.reach_point("copied", self.member.generation.number),
     )
 
 

@@ -19,7 +19,7 @@ from tests.harness.experiments.registry import Entry
 GetRun = Callable[[Entry], FinishedRun]
 
 
-def create_folder_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+def create_folder_once(factory: pytest.TempPathFactory, name: str, fill_folder: Callable[[Path], Any]) -> Path:
     """Return a folder that `make` has filled, in this worker or in another one.
 
     If `make` fails, the next test that needs the folder calls it again with an empty folder.
@@ -33,7 +33,7 @@ def create_folder_once(factory: pytest.TempPathFactory, name: str, make: Callabl
         if not path_file.exists():
             folder = base / f"{name}.try-{tries}"
             folder.mkdir()
-            make(folder)
+            fill_folder(folder)
             path_file.write_text(str(folder))
         return Path(path_file.read_text())
 

@@ -19,30 +19,30 @@ class Entry:
     """An experiment, its smallest settings, the keys of its result, and its part in tests of several experiments."""
 
     name: str
-    smallest: tuple[str, ...]
+    smallest_settings: tuple[str, ...]
     processes: int
-    produces: tuple[str, ...]
-    spread: Callable[[int], tuple[str, ...]]
+    result_keys: tuple[str, ...]
+    make_rank_settings: Callable[[int], tuple[str, ...]]
     """Returns the settings for a number of ranks. The batch size is 24."""
     own_technique: str = ""
     """The folder of the technique that only this experiment uses, so that both can be deleted; otherwise empty."""
-    others: tuple[tuple[str, ...], ...] = ()
+    resume_variants: tuple[tuple[str, ...], ...] = ()
     """Further settings with which a resumed run must equal an uninterrupted one bit for bit."""
-    learns_at_once: bool = True
+    loss_decreases_early: bool = True
     """Whether the 40th loss of the smallest settings is below the first; if not, every 20th step is saved."""
-    keeps_ranks: bool = False
+    fixes_rank_count: bool = False
     """Whether a run can only be resumed on as many ranks as saved the checkpoint."""
     page_settings: tuple[str, ...] = ()
     """Settings that make the commands of the pages small, and change none of the settings in these commands."""
-    page_commands: Mapping[str, str] = field(default_factory=dict)
+    page_commands_tested_elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Commands of the pages that are not executed as written, each with the test file that covers it."""
-    techniques: frozenset[str] | None = None
+    allowed_techniques: frozenset[str] | None = None
     """The techniques that a run may load; None if no test of loaded modules trains this experiment."""
-    exports: bool = False
+    tests_export: bool = False
     """Whether torch.export is tested with its network: one experiment for each kind of network."""
-    evaluated: tuple[tuple[str, ...], ...] = ()
+    evaluation_variants: tuple[tuple[str, ...], ...] = ()
     """Settings of runs whose trained model must have the same scores when it is evaluated on one rank."""
-    elastic_campaign: tuple[str, ...] | None = None
+    elastic_campaign_settings: tuple[str, ...] | None = None
     """Settings of the runs that campaigns strike with elastic=true; None if campaigns do not use this experiment."""
     cluster_settings: tuple[str, ...] = ()
     """Settings of the runs that faults strike on a local cluster.
@@ -50,12 +50,12 @@ class Entry:
     Models and batches are small, and the cables are slow. The runs wait more than they compute, so that a fault comes
     in the middle of a run on any machine, also if other runs use the machine.
     """
-    check_four_hosts: Callable[[Mapping[str, Any]], bool] | None = None
+    is_correct_on_four_hosts: Callable[[Mapping[str, Any]], bool] | None = None
     """Whether the result of 12 steps on four hosts is correct; None if no test trains the experiment on four hosts."""
-    transports: tuple[str, ...] = ()
+    parity_transports: tuple[str, ...] = ()
     """Further transports of the built-in backend, besides the network, with which two ranks must equal one."""
 
     @property
-    def trains(self) -> bool:
+    def trains_model(self) -> bool:
         """Whether the experiment trains a model, and so has losses and scores."""
         return issubclass(config.import_schema(self.name), TrainingExperiment)

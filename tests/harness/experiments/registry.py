@@ -26,16 +26,16 @@ def make_default_entry(name: str) -> Entry:
     schema = config.import_schema(name)
     return Entry(
         name=name,
-        smallest=(*schema.smallest_settings, "checkpoint.every_steps=20"),
+        smallest_settings=(*schema.smallest_settings, "checkpoint.every_steps=20"),
         processes=config.load_config(schema, [], {}).processes,
-        produces=SCORE_KEYS,
-        spread=lambda count: (f"processes_per_node={count}",),
-        learns_at_once=False,
+        result_keys=SCORE_KEYS,
+        make_rank_settings=lambda count: (f"processes_per_node={count}",),
+        loss_decreases_early=False,
     )
 
 
 ENTRIES = [load_entry(name) for name in config.list_experiments()]
-TRAINING_ENTRIES = [entry for entry in ENTRIES if entry.trains]
+TRAINING_ENTRIES = [entry for entry in ENTRIES if entry.trains_model]
 ENTRY_BY_NAME = {entry.name: entry for entry in ENTRIES}
 STAGED_ENTRY = ENTRY_BY_NAME["mnist_pipeline"]
 REPLICATED_ENTRY = ENTRY_BY_NAME["ddp_multinode"]

@@ -71,10 +71,12 @@ class LocalRuns:
             make_run_command(EXPERIMENT, *settings, runs=self.runs), env=self.env, timeout=COMMAND_TIMEOUT
         )
 
-    def resume(self, run: RunFolder, draw: random.Random) -> CompletedCommand:
+    def resume(self, run: RunFolder, random_stream: random.Random) -> CompletedCommand:
         script = [sys.executable, str(ROOT / "experiments" / f"{EXPERIMENT}.py"), "--resume", str(run.path)]
         verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
-        return execution.execute_command(draw.choice([script, script, verb]), env=self.env, timeout=COMMAND_TIMEOUT)
+        return execution.execute_command(
+            random_stream.choice([script, script, verb]), env=self.env, timeout=COMMAND_TIMEOUT
+        )
 
     def cancel(self, run: RunFolder) -> CompletedCommand:
         verb = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
@@ -94,15 +96,15 @@ class ClusterRuns:
     def start(self) -> CompletedCommand:
         return self.site.submit(EXPERIMENT, "campaign", *RUN_SETTINGS, f"steps={TOTAL_STEPS}", options=("--nodes=1",))
 
-    def resume(self, run: RunFolder, draw: random.Random) -> CompletedCommand:
-        launch = draw.choice(["auto", "auto", "auto", "local"])
-        return self.site.call("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
+    def resume(self, run: RunFolder, random_stream: random.Random) -> CompletedCommand:
+        launch = random_stream.choice(["auto", "auto", "auto", "local"])
+        return self.site.execute_module("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
 
     def cancel(self, run: RunFolder) -> CompletedCommand:
-        return self.site.call("slurm", "cancel", str(run.path), status=None)
+        return self.site.execute_module("slurm", "cancel", str(run.path), status=None)
 
     def read_state(self, run: RunFolder) -> str:
-        table = self.site.call("slurm", "status", str(run.path), status=None).stdout.splitlines()
+        table = self.site.execute_module("slurm", "status", str(run.path), status=None).stdout.splitlines()
         return table[-1].split()[1]
 
 
@@ -110,35 +112,37 @@ class ClusterRuns:
 class ClaimCase:
     """A run, two commands that are executed on it, and the results."""
 
-    place: LocalRuns | ClusterRuns
-    when: str
+    target: LocalRuns | ClusterRuns
+    phase: str
     commands: tuple[str, str]
-    draw: random.Random
-    outputs: list[tuple[str, CompletedCommand]] = dataclasses.field(default_factory=list)
+    random_stream: random.Random
+    executed_commands: list[tuple[str, CompletedCommand]] = dataclasses.field(default_factory=list)
     """The finished commands, each with its name."""
     problems: list[str] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Each step with its loss, once the run is finished."""
 
-    def run(self) -> RunFolder:
+    def execute_commands(self) -> RunFolder:
         """Start the run, execute the commands, and check the results; adds to `problems`."""
-        earlier_runs = set(self.place.runs.glob("*")) if self.place.runs.exists() else set()
-        starter = self.call_later("start", 0.0)
-        run = wait_until(lambda: find_new_run(self.place.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
+        earlier_runs = set(self.target.runs.glob("*")) if self.target.runs.exists() else set()
+        starter = self.start_command("start", 0.0)
+        run = wait_until(lambda: find_new_run(self.target.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
         watch = MetricsWatch(run)
-        if self.when != "beginning":
+        if self.phase != "beginning":
             wait_until(lambda: has_metrics(run) or run.result, "the run trains", COMMAND_TIMEOUT)
-        delay = self.draw.uniform(0.0, 2.0)
-        if self.when == "stopped":
+        delay = self.random_stream.uniform(0.0, 2.0)
+        if self.phase == "stopped":
             time.sleep(delay)
-            self.call_later("cancel", 0.0, run).join()
+            self.start_command("cancel", 0.0, run).join()
             starter.join()
             wait_until(lambda: not find_processes(str(run.path)), "the run has stopped", COMMAND_TIMEOUT)
             delay = 0.0
         threads = [starter]
         for name in self.commands:
-            threads.append(self.call_later(name, delay, run))
-            delay += self.draw.choice([0.0, self.draw.uniform(0.0, 0.5), self.draw.uniform(0.0, 3.0)])
+            threads.append(self.start_command(name, delay, run))
+            delay += self.random_stream.choice(
+                [0.0, self.random_stream.uniform(0.0, 0.5), self.random_stream.uniform(0.0, 3.0)]
+            )
         for thread in threads:
             thread.join()
         self.wait_for_end(run)
@@ -147,14 +151,14 @@ class ClaimCase:
         self.check_outputs(run)
         return run
 
-    def call_later(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
+    def start_command(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
         """Execute a command after `delay` seconds in a thread."""
-        draw = random.Random(self.draw.random())
+        draw = random.Random(self.random_stream.random())
 
         def call() -> None:
             time.sleep(delay)
             try:
-                self.outputs.append((name, self.execute(name, run, draw)))
+                self.executed_commands.append((name, self.execute_command(name, run, draw)))
             except subprocess.TimeoutExpired:
                 self.problems.append(f"{name} did not exit")
 
@@ -162,16 +166,16 @@ class ClaimCase:
         thread.start()
         return thread
 
-    def execute(self, name: str, run: RunFolder | None, draw: random.Random) -> CompletedCommand:
+    def execute_command(self, name: str, run: RunFolder | None, random_stream: random.Random) -> CompletedCommand:
         if name == "start":
-            return self.place.start()
+            return self.target.start()
         assert run is not None
-        return self.place.resume(run, draw) if name == "resume" else self.place.cancel(run)
+        return self.target.resume(run, random_stream) if name == "resume" else self.target.cancel(run)
 
     def wait_for_end(self, run: RunFolder) -> None:
         try:
             wait_until(
-                lambda: self.place.read_state(run) in status.FINAL_STATES, "the run has ended", COMMAND_TIMEOUT, 0.3
+                lambda: self.target.read_state(run) in status.FINAL_STATES, "the run has ended", COMMAND_TIMEOUT, 0.3
             )
             wait_until(lambda: not find_processes(str(run.path)), "all its processes have exited", COMMAND_TIMEOUT, 0.3)
         except TimeoutError as error:
@@ -180,38 +184,38 @@ class ClaimCase:
     def check_outputs(self, run: RunFolder) -> None:
         """Check that a refused command gives a reason, and that exit status 0 means that the run is finished."""
         is_finished = "finished" in list_result_states(run)
-        for name, process in self.outputs:
+        for name, process in self.executed_commands:
             output = process.stdout + process.stderr
             if "Traceback" in output:
                 self.problems.append(f"{name}: a traceback: {output}")
             if name == "resume" and process.returncode == 2 and not REFUSAL_PATTERN.search(output):
                 self.problems.append(f"{name}: refused without a reason: {output}")
-            has_trained = isinstance(self.place, LocalRuns) and name != "cancel"
+            has_trained = isinstance(self.target, LocalRuns) and name != "cancel"
             if has_trained and process.returncode == 0 and not is_finished:
                 self.problems.append(f"{name}: exit status 0, but no result is finished: {output}")
         tables = [log for log in run.path.glob("attempts/*/logs/rank-*.log") if "test accuracy" in log.read_text()]
         if tables and not is_finished:
             self.problems.append(f"{tables} have a final table, but no result is finished")
 
-    def finish(self, run: RunFolder) -> None:
+    def resume_until_finished(self, run: RunFolder) -> None:
         """Resume the run until it is finished."""
         for _ in range(3):
             if run.result.get("state") == "finished":
                 return
-            if isinstance(self.place, LocalRuns):
-                process = self.place.resume(run, self.draw)
+            if isinstance(self.target, LocalRuns):
+                process = self.target.resume(run, self.random_stream)
             else:
-                process = self.place.site.call("slurm", "exp", f"--resume={run.path}", status=None)
-            self.outputs.append(("last resume", process))
+                process = self.target.site.execute_module("slurm", "exp", f"--resume={run.path}", status=None)
+            self.executed_commands.append(("last resume", process))
             self.wait_for_end(run)
         if run.result.get("state") != "finished":
-            self.problems.append(f"the run could not be finished: {self.outputs[-1][1]}")
+            self.problems.append(f"the run could not be finished: {self.executed_commands[-1][1]}")
 
     def describe(self) -> str:
         """Return one line and, if there is a problem, the outputs of the commands."""
-        lines = [f"{self.when:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
+        lines = [f"{self.phase:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
         if self.problems:
-            for name, process in self.outputs:
+            for name, process in self.executed_commands:
                 outputs = f"{process.stdout[-300:]!r} {process.stderr[-600:]!r}"
                 lines.append(f"    {name}: {process.returncode} {outputs}")
         return "\n".join(lines)
@@ -226,20 +230,20 @@ class MetricsWatch:
         self.seconds_after_cancel = 0.0
         """Seconds for which an attempt trained after `make cancel`."""
         self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.record)
+        self.thread = threading.Thread(target=self.record_growth)
         self.thread.start()
 
-    def record(self) -> None:
+    def record_growth(self) -> None:
         sizes: dict[int, int] = {}
         while not self.is_over.wait(0.1):
             for attempt in self.folder.list_attempts():
                 size = attempt.metrics_file.stat().st_size if attempt.metrics_file.exists() else 0
                 if size > sizes.get(attempt.number, 0):
                     self.growth_times.setdefault(attempt.number, []).append(time.time())
-                    self.record_cancelled()
+                    self.record_training_after_cancel()
                 sizes[attempt.number] = size
 
-    def record_cancelled(self) -> None:
+    def record_training_after_cancel(self) -> None:
         if self.folder.result.get("state") == "cancelled":
             seconds = time.time() - (self.folder.path / "result.json").stat().st_mtime
             self.seconds_after_cancel = max(self.seconds_after_cancel, seconds)
@@ -281,10 +285,10 @@ def list_losses(run: RunFolder) -> list[tuple[int, float]]:
     return [(row["global_step"], row["loss"]) for row in run.read_metrics() if "loss" in row]
 
 
-def train_undisturbed(place: LocalRuns | ClusterRuns) -> list[tuple[int, float]]:
+def train_undisturbed(target: LocalRuns | ClusterRuns) -> list[tuple[int, float]]:
     """Train an undisturbed run, the first one of its place; return its losses."""
-    place.start()
-    (path,) = place.runs.glob("*-*")
+    target.start()
+    (path,) = target.runs.glob("*-*")
     wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", COMMAND_TIMEOUT)
     losses = list_losses(RunFolder(path))
     assert len(losses) == TOTAL_STEPS, RunFolder(path).result
@@ -292,19 +296,23 @@ def train_undisturbed(place: LocalRuns | ClusterRuns) -> list[tuple[int, float]]
 
 
 def execute_case(
-    place: LocalRuns | ClusterRuns, draw: random.Random, pair: tuple[str, str, str], *, finishes: bool = True
+    target: LocalRuns | ClusterRuns,
+    random_stream: random.Random,
+    pair: tuple[str, str, str],
+    *,
+    resumes_until_finished: bool = True,
 ) -> ClaimCase:
     """Execute a case and print a line about it.
 
     If it `finishes`, the run is resumed until it is finished. The metrics must contain each step once.
     """
     when, first_command, second_command = pair
-    case = ClaimCase(place, when, (first_command, second_command), random.Random(draw.random()))
-    run = case.run()
-    if finishes:
-        case.finish(run)
+    case = ClaimCase(target, when, (first_command, second_command), random.Random(random_stream.random()))
+    run = case.execute_commands()
+    if resumes_until_finished:
+        case.resume_until_finished(run)
     case.losses = list_losses(run)
-    steps = TOTAL_STEPS if finishes else len(case.losses)
+    steps = TOTAL_STEPS if resumes_until_finished else len(case.losses)
     if [step for step, _ in case.losses] != list(range(1, steps + 1)):
         case.problems.append("the metrics do not contain each step once")
     print(f"{run.path.name}  {case.describe()}", flush=True)
@@ -314,13 +322,13 @@ def execute_case(
 
 
 def execute_cases(
-    place: LocalRuns | ClusterRuns, draw: random.Random, pairs: list[tuple[str, str, str]]
+    target: LocalRuns | ClusterRuns, random_stream: random.Random, pairs: list[tuple[str, str, str]]
 ) -> list[ClaimCase]:
     """Execute a case for each pair, and compare its losses with those of an undisturbed run."""
-    expected_losses = train_undisturbed(place)
+    expected_losses = train_undisturbed(target)
     cases = []
     for pair in pairs:
-        case = execute_case(place, draw, pair)
+        case = execute_case(target, random_stream, pair)
         if case.losses != expected_losses:
             case.problems.append("the losses differ from those of an undisturbed run")
             print(case.describe(), flush=True)
@@ -328,10 +336,10 @@ def execute_cases(
     return cases
 
 
-def choose_command_pairs(count: int, draw: random.Random) -> list[tuple[str, str, str]]:
+def choose_command_pairs(count: int, random_stream: random.Random) -> list[tuple[str, str, str]]:
     """Choose `count` pairs, each equally often, in random order."""
     pairs = [COMMAND_PAIRS[number % len(COMMAND_PAIRS)] for number in range(count)]
-    draw.shuffle(pairs)
+    random_stream.shuffle(pairs)
     return pairs
 
 

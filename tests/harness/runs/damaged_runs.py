@@ -1,4 +1,4 @@
-"""Commands that read runs with a damaged file: they print at most one line, and overwrite nothing."""
+"""Check that commands print at most one line about a damaged file of a run, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -121,11 +121,11 @@ RUN_COMMANDS = {
     "evaluate": "evaluate -- {}",
     "export": "export -- {}",
 }
-"""The commands that take RUN."""
+"""The commands with the argument RUN, with {} instead of the run."""
 
 
 def check_all_commands(run: Path) -> None:
-    """Call every command that reads runs, on this run and on all runs: at most one line, and nothing is written."""
+    """Call every command that reads runs, and check that it prints at most one error and writes nothing."""
     runs = run.parent
     SyntheticRun("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
     digests = compute_digests(runs)

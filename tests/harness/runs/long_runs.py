@@ -1,4 +1,4 @@
-"""Runs that would train for minutes, for tests that stop them."""
+"""Start runs that would train for minutes, and stop them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ ENDLESS_SETTINGS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
 
 
 @contextlib.contextmanager
-def start_long_run(name: str, *settings: str, runs: Path, real: bool = False, **env: str) -> Iterator[Command]:
-    """Start an experiment in a new session and wait for its first row. Its processes are killed after the block."""
+def start_long_run(name: str, *settings: str, runs: Path, real_process: bool = False, **env: str) -> Iterator[Command]:
+    """Start an experiment in a new session, and wait for the first row of metrics. Kill it after the block."""
     process = Command(
-        make_run_command(name, *settings, runs=runs), env=make_environment(**env), new_session=True, real_process=real
+        make_run_command(name, *settings, runs=runs),
+        env=make_environment(**env),
+        new_session=True,
+        real_process=real_process,
     )
     try:
         wait_until(lambda: has_metrics(runs) or process.poll() is not None, "the run trains")
@@ -45,21 +48,23 @@ def start_long_run(name: str, *settings: str, runs: Path, real: bool = False, **
 
 
 def has_metrics(runs: Path) -> bool:
+    """Return whether a run in a folder has written metrics."""
     return any(file.stat().st_size for file in runs.glob("*/attempts/0001/metrics.jsonl"))
 
 
 def find_free_port() -> int:
+    """Return a port of this host that no process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def list_rank_pids(process: Command) -> list[int]:
-    """Return the process ids of a run's ranks, in the order of ranks."""
+    """Return the process IDs of the ranks of a run, in the order of ranks."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = []
     for pid in children:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the child has ended since
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the child has exited in the meantime
             entry = Path(f"/proc/{pid}")
             command_line = (entry / "cmdline").read_bytes() + read_forked_command(entry)
             if b"common.runs.tracking.wandb_process" not in command_line:
@@ -68,8 +73,8 @@ def list_rank_pids(process: Command) -> list[int]:
 
 
 def check_stop_request(entry: Entry, number: signal.Signals, quick: tuple[str, ...], runs: Path) -> None:
-    """Send a stop request at a random time in training: the run saves its last step, reports it, and exits."""
-    with start_long_run(entry.name, *quick, *entry.spread(2), *ENDLESS_SETTINGS, runs=runs) as process:
+    """Send a stop request at a random time in training. The run saves its last step, reports it, and exits."""
+    with start_long_run(entry.name, *quick, *entry.make_rank_settings(2), *ENDLESS_SETTINGS, runs=runs) as process:
         time.sleep(create_random(f"{entry.name}-{number.name}").random())
         process.send_signal(number)
         out, err = process.communicate(WAIT_TIMEOUT)
@@ -88,8 +93,8 @@ def check_stop_request(entry: Entry, number: signal.Signals, quick: tuple[str, .
 
 
 def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds: int = 5) -> None:
-    """Suspend rank 1 in training: the run ends and names it, and the log of rank 0 shows where it waited."""
-    settings = (*quick, *entry.spread(2), *ENDLESS_SETTINGS, f"launch.step_timeout={seconds}")
+    """Stop the process of rank 1. The run ends and names this rank, and the log of rank 0 shows where it waited."""
+    settings = (*quick, *entry.make_rank_settings(2), *ENDLESS_SETTINGS, f"launch.step_timeout={seconds}")
     with start_long_run(entry.name, *settings, runs=runs) as process:
         os.kill(list_rank_pids(process)[1], signal.SIGSTOP)
         out, err = process.communicate(WAIT_TIMEOUT)

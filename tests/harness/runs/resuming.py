@@ -1,4 +1,4 @@
-"""Interrupted and resumed runs, for the tests of resuming."""
+"""Interrupt and resume runs, and compare them with uninterrupted runs."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from tests.harness.repository import ROOT
 from tests.harness.runs.long_runs import start_long_run
 
 TOTAL_STEPS = 30  # of a run with the settings of the fixture `quick`, which saves after every third step
-ONE_THREAD = "launch.threads=1"  # several threads wait actively for each other and slow other tests down
+ONE_THREAD = "launch.threads=1"  # waiting threads are busy and would slow down other tests
 COMPARED_COLUMNS = ("global_step", "samples", "loss", "test_loss", "test_accuracy", "test_samples")
 
 
 def train_uninterrupted(
     factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int
 ) -> FinishedRun:
-    """Return an uninterrupted run on `ranks` ranks, executed once for all tests, which must not change its folder."""
+    """Return an uninterrupted run on `ranks` ranks. All tests share it, and none of them may change its folder."""
     name = f"whole-{entry.name}-{ranks}"
-    run = run_experiment_once(factory, name, entry.name, *quick, *entry.spread(ranks), "data.block=2", ONE_THREAD)
+    run = run_experiment_once(
+        factory, name, entry.name, *quick, *entry.make_rank_settings(ranks), "data.block=2", ONE_THREAD
+    )
     assert run.returncode == 0, run.stderr
     return run
 
 
-def copy_as_interrupted(folder: RunFolder, step: int, place: Path) -> RunFolder:
-    """Copy a run and change the copy to that of a run killed shortly after `step`, its last saved step."""
-    shutil.copytree(folder.path, place / folder.path.name)
-    copy = RunFolder(place / folder.path.name)
+def copy_as_interrupted(folder: RunFolder, step: int, target_folder: Path) -> RunFolder:
+    """Copy a run, and change the copy into a run that was killed shortly after `step`, its last checkpoint."""
+    shutil.copytree(folder.path, target_folder / folder.path.name)
+    copy = RunFolder(target_folder / folder.path.name)
     (copy.path / "result.json").unlink()
     attempt = copy.list_attempts()[-1]
     first_step = attempt.parent_record[1] if attempt.parent_record else 0
@@ -60,7 +62,12 @@ def copy_as_interrupted(folder: RunFolder, step: int, place: Path) -> RunFolder:
 
 
 def resume_run(
-    entry: Entry, folder: RunFolder, *arguments: str, disabled_protection: str = "", real: bool = False
+    entry: Entry,
+    folder: RunFolder,
+    *arguments: str,
+    disabled_protection: str = "",
+    real_process: bool = False,
+    timeout: float = 120,
 ) -> CompletedProcess[str]:
     """Resume a run, without a protection of tests/harness/runs/disabled_protection.py if one is named."""
     prefix = []
@@ -68,11 +75,11 @@ def resume_run(
         prefix = ["-m", "tests.harness.runs.disabled_protection", disabled_protection]
     script = str(ROOT / "experiments" / f"{entry.name}.py")
     argv = [sys.executable, *prefix, script, "--resume", str(folder.path), *arguments]
-    return execution.execute_command(argv, env=make_environment(), real_process=real)
+    return execution.execute_command(argv, env=make_environment(), timeout=timeout, real_process=real_process)
 
 
 def read_compared_rows(folder: RunFolder) -> list[tuple[Any, ...]]:
-    """Return all rows without the times."""
+    """Return the rows of all metrics without times."""
     rows = []
     for row in folder.read_metrics():
         values = tuple(row.get(column) for column in COMPARED_COLUMNS)
@@ -85,7 +92,7 @@ def list_trained_steps(folder: RunFolder) -> list[int]:
 
 
 def load_final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
-    """Return parameters and optimizer state after the last step, of all ranks."""
+    """Return the parameters and the optimizer state of all ranks in the last checkpoint."""
     (attempt, _), *_ = folder.trace_attempts()
     path = storage.list_checkpoints(attempt)[-1].path
     tensors: dict[str, torch.Tensor] = {}
@@ -112,7 +119,7 @@ def collect_optimizer_tensors(optimizer: dict[str, dict[str, Any]]) -> dict[str,
 
 
 def find_differences(run: RunFolder, other_run: RunFolder) -> list[str]:
-    """Return what is not equal to the bit in the rows, the result and the final state of two runs."""
+    """Return the differences of two runs in rows, scores and final state, which are compared bit for bit."""
     differing = []
     if read_compared_rows(run) != read_compared_rows(other_run):
         differing.append("rows")
@@ -127,13 +134,18 @@ def find_differences(run: RunFolder, other_run: RunFolder) -> list[str]:
 
 
 def check_resume(
-    entry: Entry, complete_run: FinishedRun, name: str, place: Path, *arguments: str, real: bool = False
+    entry: Entry,
+    complete_run: FinishedRun,
+    seed_name: str,
+    target_folder: Path,
+    *arguments: str,
+    real_process: bool = False,
 ) -> RunFolder:
-    """Interrupt a run after a random saved step, resume it, and compare it with the complete run to the bit."""
+    """Interrupt a copy of a run after a random checkpoint, resume it, and compare the two runs bit for bit."""
     (attempt,) = complete_run.folder.list_attempts()
-    step = create_random(name).choice(storage.list_checkpoints(attempt)[:-1]).step
-    folder = copy_as_interrupted(complete_run.folder, step, place)
-    process = resume_run(entry, folder, *arguments, real=real)
+    step = create_random(seed_name).choice(storage.list_checkpoints(attempt)[:-1]).step
+    folder = copy_as_interrupted(complete_run.folder, step, target_folder)
+    process = resume_run(entry, folder, *arguments, real_process=real_process)
     assert process.returncode == 0, f"resumed after step {step}: {process.stderr}"
     assert f"resumed from step {step}" in process.stdout, process.stdout
     differing = find_differences(folder, complete_run.folder)
@@ -147,8 +159,8 @@ def check_resume(
 
 
 def check_stop_request_in_evaluation(entry: Entry, digits: tuple[str, ...], runs: Path) -> None:
-    """Send a stop request in a slow evaluation: the state before it is saved, and a resume repeats the evaluation."""
-    slow = (*digits, *entry.smallest, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
+    """Send a stop request in a slow evaluation. The run saves the last step, and a resume repeats the evaluation."""
+    slow = (*digits, *entry.smallest_settings, "steps=20", "eval_batch=2", "data.test_limit=0", "checkpoint.grace=120")
     with start_long_run(entry.name, *slow, runs=runs) as process:
         folder = get_only_run(runs)
         wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")

@@ -1,4 +1,4 @@
-"""Sweeps of tiny runs on this machine."""
+"""Sweeps of very short runs on this machine."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ TINY_RUN_SETTINGS = {
 }  # fmt: skip
 
 
-def write_grid(folder: Path, cache: Path, **tree: Any) -> Path:
-    """Write the file of a grid whose runs are in the same folder."""
+def write_grid(folder: Path, cache: Path, **grid: Any) -> Path:
+    """Write the file of a grid. Its runs will be in the same folder."""
     settings = TINY_RUN_SETTINGS | {"data.test_limit": "50", "data.cache": str(cache), "runs": str(folder / "runs")}
-    tree = {"experiment": "mnist_pipeline"} | tree
-    tree["settings"] = settings | tree.get("settings", {})
+    grid = {"experiment": "mnist_pipeline"} | grid
+    grid["settings"] = settings | grid.get("settings", {})
     file = folder / "rates.yaml"
-    file.write_text(yaml.safe_dump(tree))
+    file.write_text(yaml.safe_dump(grid))
     return file
 
 
-def run_sweep(file: Path, *options: str, real: bool = False) -> subprocess.CompletedProcess[str]:
-    """Execute the command, as a fork of the fork server if not `real`. Its runs are separate processes."""
+def run_sweep(file: Path, *options: str, real_process: bool = False) -> subprocess.CompletedProcess[str]:
+    """Execute `slurm sweep`, as a real process or as a fork of the fork server. Each run is a separate process."""
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *options, "--", str(file)]
-    return execution.execute_command(argv, env=make_environment(), timeout=200, real_process=real)
+    return execution.execute_command(argv, env=make_environment(), timeout=200, real_process=real_process)
 
 
 def read_cells(file: Path) -> list[dict[str, Any]]:
+    """Return the cells of the sweep of a grid: each point with its run and state."""
     return list(read_json(file.parent / "runs" / "sweeps" / "rates" / "sweep.json")["cells"])
 
 
 def write_interrupted_sweep(folder: Path, points: list[dict[str, str]], *states: str) -> list[str]:
-    """Write an interrupted sweep. The runs of its first points have these states. Return the names of the runs."""
+    """Write an interrupted sweep whose runs have these states, one for each of the first points; return their names."""
     names = []
     running_cells = []
     for number, state in enumerate(states):

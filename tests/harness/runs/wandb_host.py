@@ -15,24 +15,26 @@ from pathlib import Path
 from typing import Any
 
 RECORD_LOCK = threading.Lock()
-STORED_LINES: dict[str, dict[str, dict[int, str]]] = {}  # run -> file -> number -> line
+STORED_LINES: dict[str, dict[str, dict[int, str]]] = {}  # by run, file and line number
 VIEWER_REPLY = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
 
 
 class WandbRequestHandler(BaseHTTPRequestHandler):
+    """Records each request, stores the lines of files, and sends the answers that the client needs."""
+
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        sent = json.loads(body)
+        content = json.loads(body)
         if len(sys.argv) > 2:
             with RECORD_LOCK, open(sys.argv[2], "a") as file:
-                file.write(json.dumps({"path": self.path, "sent": sent}) + "\n")
+                file.write(json.dumps({"path": self.path, "body": content}) + "\n")
         if self.path.endswith("/file_stream"):
-            store_lines(self.path.split("/")[-2], sent.get("files") or {})
-        self.answer(make_reply(sent) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
+            store_lines(self.path.split("/")[-2], content.get("files") or {})
+        self.answer(make_reply(content) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
 
     def do_GET(self) -> None:
         self.answer({})
@@ -49,18 +51,18 @@ class WandbRequestHandler(BaseHTTPRequestHandler):
         pass
 
 
-def read_requests(record: Path, part: str) -> list[Any]:
-    """Return the requests to paths that contain `part`."""
+def read_requests(record: Path, path_part: str) -> list[Any]:
+    """Return the bodies of requests whose path contains `path_part`."""
     lines = record.read_text().splitlines() if record.exists() else []
     requests = [json.loads(line) for line in lines]
-    return [request["sent"] for request in requests if part in request["path"]]
+    return [request["body"] for request in requests if path_part in request["path"]]
 
 
 def read_received_metrics(record: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of metrics that were sent, each with its line number."""
+    """Return the received rows of metrics, each with its line number."""
     rows = []
-    for sent in read_requests(record, "file_stream"):
-        files = sent.get("files") or {}
+    for content in read_requests(record, "file_stream"):
+        files = content.get("files") or {}
         if "wandb-history.jsonl" in files:
             part = files["wandb-history.jsonl"]
             for number, line in enumerate(part["content"], part["offset"]):

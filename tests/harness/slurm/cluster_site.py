@@ -46,7 +46,7 @@ class Site:
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.checkout / name)
 
-    def call(
+    def execute_module(
         self, module: str, *arguments: str, status: int | None = 0, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Execute a module in the checkout and check its exit status, unless `status` is None."""
@@ -57,7 +57,7 @@ class Site:
         assert status is None or process.returncode == status, process.stdout + process.stderr
         return process
 
-    def settings(self, runs: str, *additional: str, name: str = "mnist_pipeline") -> str:
+    def format_settings_option(self, runs: str, *additional: str, name: str = "mnist_pipeline") -> str:
         """Return the option --args of a small run on the digits."""
         settings = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
         return "--args=" + " ".join(select_applicable_settings(name, [*settings, *additional]))
@@ -65,38 +65,38 @@ class Site:
     def submit(
         self, name: str, runs: str, *settings: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
     ) -> subprocess.CompletedProcess[str]:
-        arguments = (self.settings(runs, *settings, name=name), *options, "--", name)
-        return self.call("slurm", "exp", *arguments, status=None, **env)
+        arguments = (self.format_settings_option(runs, *settings, name=name), *options, "--", name)
+        return self.execute_module("slurm", "exp", *arguments, status=None, **env)
 
-    def run_of(self, runs: str) -> RunFolder:
+    def get_only_run(self, runs: str) -> RunFolder:
         (path,) = (self.runs / runs).iterdir()
         return RunFolder(path)
 
-    def inside(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm", "cluster", "exec", *arguments, status=None, **env)
+    def execute_in_cluster(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.execute_module("slurm", "cluster", "exec", *arguments, status=None, **env)
 
     def wait_for_job(self, job: str, state: str) -> None:
         command = ("squeue", "-h", "-j", job, "-o", "%T")
-        wait_on_cluster(f"job {job} is {state}", lambda: state in self.inside(*command).stdout)
+        wait_on_cluster(f"job {job} is {state}", lambda: state in self.execute_in_cluster(*command).stdout)
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
+    def occupy_hosts(self) -> Iterator[None]:
         """Occupy all hosts: submitted jobs wait until the block ends."""
         command = ("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
-        job = self.inside(*command).stdout.strip()
+        job = self.execute_in_cluster(*command).stdout.strip()
         self.wait_for_job(job, "RUNNING")
         try:
             yield
         finally:
-            self.inside("scancel", job)
+            self.execute_in_cluster("scancel", job)
 
-    def wait(self, folder: RunFolder, state: str, seconds: float = 60) -> str:
+    def wait_for_state(self, folder: RunFolder, state: str, seconds: float = 60) -> str:
         """Wait until `make status` shows a state, and return its output."""
         output = ""
 
         def shows_state() -> bool:
             nonlocal output
-            output = self.call("slurm", "status", str(folder.path), status=None).stdout
+            output = self.execute_module("slurm", "status", str(folder.path), status=None).stdout
             return f"  {state}  " in output
 
         try:
@@ -105,7 +105,7 @@ class Site:
             raise AssertionError(output) from None
         return output
 
-    def gone(self, folder: RunFolder, seconds: float = 30) -> None:
+    def wait_for_exit(self, folder: RunFolder, seconds: float = 30) -> None:
         """Wait until all processes of a run have exited."""
         wait_on_cluster("all processes have exited", lambda: not find_processes(str(folder.path)), seconds)
 
@@ -113,11 +113,11 @@ class Site:
 @contextlib.contextmanager
 def start_cluster(site: Site, *options: str) -> Iterator[Site]:
     """Start the site's cluster, and stop it after the block."""
-    site.call("slurm", "cluster", "up", "--nodes", "2", *options)
+    site.execute_module("slurm", "cluster", "up", "--nodes", "2", *options)
     try:
         yield site
     finally:
-        site.call("slurm", "cluster", "down")
+        site.execute_module("slurm", "cluster", "down")
     assert not find_processes(str(site.folder))
 
 

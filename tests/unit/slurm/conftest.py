@@ -23,7 +23,7 @@ def fake(tmp_path: Path) -> FakeSlurm:
 @pytest.fixture
 def fake_here(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """SLURM's commands for functions that a test calls in its own process, without cached answers."""
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{fake.bin_folder}:{os.environ['PATH']}")
     monkeypatch.setattr(scheduler, "FAILURE_CACHE", {})
     monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
     return fake

@@ -168,14 +168,14 @@ def test_a_dry_run_prints_the_job_and_changes_nothing(fake: FakeSlurm, cache: Pa
     assert process.returncode == 0, process.stderr
     assert "#SBATCH --nodes=2" in process.stdout
     assert "microbatches: 4" in process.stdout
-    assert not fake.calls.exists()
+    assert not fake.calls_file.exists()
     assert not runs.exists()
 
 
 def run_exp(fake: FakeSlurm, settings: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
-    return in_process_calls.call_verb("exp", *arguments, cwd=ROOT, **fake.environment())
+    return in_process_calls.call_verb("exp", *arguments, cwd=ROOT, **fake.make_environment())
 
 
 def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: FakeSlurm) -> None:
@@ -214,7 +214,7 @@ def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: FakeSlur
 def test_errors_of_slurm_are_reported_and_leave_no_folder(
     fake: FakeSlurm, cache: Path, runs: Path, name: str, body: str, message: str
 ) -> None:
-    fake.answer(name, body)
+    fake.define_command(name, body)
     process = call_main(fake, slurm_main, *list_arguments(cache, runs))
     check_refused(process, message)
     assert process.stderr.startswith("error: ")
@@ -223,14 +223,14 @@ def test_errors_of_slurm_are_reported_and_leave_no_folder(
 
 
 def test_launch_slurm_requires_sbatch(fake: FakeSlurm, cache: Path, runs: Path) -> None:
-    (fake.bin / "sbatch").unlink()
-    path = f"{fake.bin}:{Path(sys.executable).parent}"
+    (fake.bin_folder / "sbatch").unlink()
+    path = f"{fake.bin_folder}:{Path(sys.executable).parent}"
     process = call_main(fake, slurm_main, *list_arguments(cache, runs, "--launch=slurm"), PATH=path)
     check_refused(process, "sbatch is not installed here")
 
 
 def test_launch_slurm_requires_its_configuration(fake: FakeSlurm, cache: Path, runs: Path) -> None:
-    fake.conf.unlink()
+    fake.slurm_conf.unlink()
     process = call_main(fake, slurm_main, *list_arguments(cache, runs, "--launch=slurm"))
     check_refused(process, "SLURM is not configured here")
 

@@ -35,14 +35,14 @@ def test_a_daemon_that_does_not_start_is_reported(plan: Plan) -> None:
 
 
 def test_only_its_owner_can_read_the_key_of_munge(plan: Plan, fake_here: FakeSlurm) -> None:
-    fake_here.answer("munged", "true")
+    fake_here.define_command("munged", "true")
     daemons.start_munge(plan)
     folder = plan.folder / "run"
     key = (folder / "munge.key").stat()
     assert key.st_size == 128
     assert key.st_mode & 0o777 == 0o400
     assert {f"--key-file={folder}/munge.key", f"--socket={folder}/munge.sock"} <= set(
-        fake_here.calls.read_text().split()
+        fake_here.calls_file.read_text().split()
     )
 
 

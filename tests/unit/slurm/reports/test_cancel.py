@@ -21,7 +21,7 @@ from tests.unit.slurm.submitted_runs import identify_process, write_submitted_ru
 def test_a_canceled_job_is_recorded(fake: FakeSlurm, runs: Path) -> None:
     folder = str(write_submitted_run(runs, "4711").path)
     assert call_slurm(fake, "cancel", folder).stdout == "canceled job 4711\n"
-    assert "scancel 4711" in fake.calls.read_text()
+    assert "scancel 4711" in fake.calls_file.read_text()
     assert "CANCELLED" in call_slurm(fake, "status", folder).stdout
     assert "is already CANCELLED" in call_slurm(fake, "cancel", folder).stdout
 

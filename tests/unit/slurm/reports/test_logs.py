@@ -47,8 +47,8 @@ def test_the_log_of_a_job_is_followed_until_the_job_ends(
     provenance.update_metadata(folder, job={"id": "4711", "scheduler": "SLURM"})
     was_queried = tmp_path / "was_queried"
     end_job = f"test -e {was_queried} && echo '{LAST_LINE}' >> {shlex.quote(str(log))}"
-    fake_here.answer("squeue", f"{end_job} || {{ touch {was_queried}; echo '4711|RUNNING|None'; }}")
-    fake_here.answer("scontrol", "echo JobState=COMPLETED")
+    fake_here.define_command("squeue", f"{end_job} || {{ touch {was_queried}; echo '4711|RUNNING|None'; }}")
+    fake_here.define_command("scontrol", "echo JobState=COMPLETED")
     monkeypatch.setattr(scheduler, "QUEUE_CACHE_SECONDS", 0)
     assert logs.follow_log(folder, log) == 0
     assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST_LINE]
@@ -73,8 +73,8 @@ def test_slurm_knows_the_exit_status_of_a_job_without_a_result(
     fake_here: FakeSlurm, runs: Path, exit_code: str, exit_status: int
 ) -> None:
     folder = write_submitted_run(runs, "17")
-    fake_here.answer("scontrol", f'echo "JobId=17 JobState=FAILED ExitCode={exit_code} DerivedExitCode=0:0"')
+    fake_here.define_command("scontrol", f'echo "JobId=17 JobState=FAILED ExitCode={exit_code} DerivedExitCode=0:0"')
     assert logs.find_exit_status(folder) == exit_status
-    fake_here.answer("scontrol", "exit 1")
-    fake_here.answer("sacct", f"echo {exit_code}")
+    fake_here.define_command("scontrol", "exit 1")
+    fake_here.define_command("sacct", f"echo {exit_code}")
     assert logs.find_exit_status(folder) == exit_status

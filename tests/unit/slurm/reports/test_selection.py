@@ -14,7 +14,7 @@ from tests.unit.slurm.submitted_runs import write_submitted_run
 
 @pytest.mark.parametrize(("verb", "run"), [("status", "../x"), ("logs", "nothing"), ("cancel", "x")])
 def test_unknown_runs_are_refused(fake: FakeSlurm, verb: str, run: str) -> None:
-    process = in_process_calls.call_verb(verb, run, **fake.environment())  # type: ignore[arg-type]
+    process = in_process_calls.call_verb(verb, run, **fake.make_environment())  # type: ignore[arg-type]
     assert process.returncode == 2
     assert "no such run folder" in process.stderr
 

@@ -28,13 +28,13 @@ from tests.unit.slurm.submitted_runs import write_submitted_run
 
 def list_calls(fake: FakeSlurm, word_count: int = 1) -> list[str]:
     """Return the first words of each recorded call of SLURM's commands."""
-    return [" ".join(line.split()[:word_count]) for line in fake.calls.read_text().splitlines()]
+    return [" ".join(line.split()[:word_count]) for line in fake.calls_file.read_text().splitlines()]
 
 
 def answer_nothing(fake: FakeSlurm, *names: str) -> None:
     """Make commands hang."""
     for name in names:
-        fake.answer(name, "exec sleep 60")
+        fake.define_command(name, "exec sleep 60")
 
 
 def list_runs(folder: Path, *options: str) -> list[str]:
@@ -100,7 +100,7 @@ def test_squeue_scontrol_and_sacct_are_queried_in_turn(
 ) -> None:
     folder = write_submitted_run(runs, "4711")
     for name, body in answers.items():
-        fake.answer(name, body)
+        fake.define_command(name, body)
     process = call_slurm(fake, "status", "--wait=0", str(folder.path))
     assert re.search(rf"  {state}  ", process.stdout), process.stdout + process.stderr
     if state == "PENDING":
@@ -111,8 +111,8 @@ def test_squeue_scontrol_and_sacct_are_queried_in_turn(
 def test_the_queue_is_queried_once_for_all_runs(fake: FakeSlurm, runs: Path) -> None:
     for number, job in enumerate(("1", "2_0", "2_1", "3")):
         write_submitted_run(runs, job, number)
-    fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
-    fake.answer("scontrol", "echo JobState=FAILED")
+    fake.define_command("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
+    fake.define_command("scontrol", "echo JobState=FAILED")
     process = call_slurm(fake, "status", f"--runs-folder={runs}")
     states = [line.split()[1] for line in process.stdout.splitlines()[1:]]
     assert states == ["FAILED", "PENDING", "RUNNING", "RUNNING"], process.stdout + process.stderr
@@ -129,7 +129,7 @@ def test_a_hanging_controller_is_queried_once(
     assert {status.read_state(folder)[0] for folder in folders} == {"UNKNOWN"}
     assert list_calls(fake_here) == ["squeue", "sacct"], "scontrol would query the same controller as squeue"
     monkeypatch.setattr(scheduler, "COOLDOWN_SECONDS", 0.0)
-    fake_here.answer("squeue", "echo '3|RUNNING|None'")
+    fake_here.define_command("squeue", "echo '3|RUNNING|None'")
     assert status.read_state(folders[3])[0] == "RUNNING"
 
 
@@ -147,7 +147,7 @@ def test_runs_are_listed_within_seconds_if_slurm_does_not_answer(fake: FakeSlurm
 
 def test_the_answer_of_a_slow_controller_is_used(fake: FakeSlurm, runs: Path) -> None:
     write_submitted_run(runs, "1")
-    fake.answer("squeue", "sleep 2.5; echo '1|RUNNING|None'")
+    fake.define_command("squeue", "sleep 2.5; echo '1|RUNNING|None'")
     process = call_slurm(fake, "status", f"--runs-folder={runs}")
     assert " RUNNING " in process.stdout, process.stdout
 
@@ -156,7 +156,7 @@ def test_status_does_not_wait_for_a_controller_that_is_down(fake_here: FakeSlurm
     """SLURM's commands try for ten seconds to reach a controller that refuses them."""
     folder = write_submitted_run(runs, "1")
     answer_nothing(fake_here, "squeue", "sacct")
-    fake_here.answer("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
+    fake_here.define_command("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
     start = time.monotonic()
     state, detail = status.read_state(folder, timeout=scheduler.STATUS_TIMEOUT)
     assert state == "UNKNOWN"
@@ -171,7 +171,7 @@ def test_a_run_in_an_unknown_state_may_still_be_running(fake: FakeSlurm, runs: P
     offline_run.mkdir(parents=True)
     (offline_run / "run.wandb").touch()
     for name in ("squeue", "scontrol", "sacct"):
-        fake.answer(name, "exit 1")
+        fake.define_command(name, "exit 1")
     sync = ("sync", f"--runs-folder={runs}", "--dry-run=1")
     output = call_slurm(fake, *sync).stdout
     assert f"skipped {folder.path.name}: it is not known whether the run has ended (SLURM: " in output
@@ -180,7 +180,7 @@ def test_a_run_in_an_unknown_state_may_still_be_running(fake: FakeSlurm, runs: P
         process = call_slurm(fake, *command)
         assert process.returncode == 2
         assert f"{folder.path.name} is UNKNOWN; " in process.stderr, process.stderr
-    fake.answer("sacct", "echo FAILED")
+    fake.define_command("sacct", "echo FAILED")
     assert call_slurm(fake, *sync).stdout == f"{offline_run}\n"
 
 
@@ -218,7 +218,7 @@ def test_a_run_on_a_renamed_host_is_not_running_forever(
 
 def submit_and_kill(fake: FakeSlurm, cache: Path, runs: Path) -> RunFolder:
     """Submit a run, and kill the command before it can delete the folder or record the job."""
-    fake.answer("sbatch", "kill -9 $PPID")
+    fake.define_command("sbatch", "kill -9 $PPID")
     settings = f"data.name=digits data.cache={cache} runs={runs}"
     process = execute_module(fake, "slurm", "exp", f"--args={settings}", "--", "mnist_pipeline")
     assert process.returncode == -signal.SIGKILL

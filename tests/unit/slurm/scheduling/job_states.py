@@ -12,6 +12,6 @@ JOB: dict[str, Any] = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 def make_state_script(fake: FakeSlurm, *states: str) -> str:
     """Return a shell command that prints one state per call, and the last state in all further calls."""
-    file = fake.bin.parent / "states"
+    file = fake.bin_folder.parent / "states"
     file.write_text("".join(f"{state}\n" for state in states))
     return f'head -1 {file}; [ "$(wc -l <{file})" = 1 ] || sed -i 1d {file}'

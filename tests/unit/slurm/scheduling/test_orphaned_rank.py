@@ -32,7 +32,9 @@ def run_orphan(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command of a rank on node1. SLURM shows the states of the job in turn, with one host in a list."""
     show_job = make_state_script(fake, *states)
-    fake.answer("scontrol", f'case "$*" in requeue*) {requeue};; "show hostnames"*) echo "$3";; *) {show_job};; esac')
+    fake.define_command(
+        "scontrol", f'case "$*" in requeue*) {requeue};; "show hostnames"*) echo "$3";; *) {show_job};; esac'
+    )
     variables = JOB | {"ELASTIC_COORDINATOR": coordinator}
     process = execute_module(fake, "slurm.scheduling.orphaned_rank", str(folder.path), "node1", **variables)
     assert process.returncode == 0, process.stderr
@@ -40,7 +42,7 @@ def run_orphan(
 
 
 def count_calls(fake: FakeSlurm, command: str) -> int:
-    return fake.calls.read_text().splitlines().count(command) if fake.calls.exists() else 0
+    return fake.calls_file.read_text().splitlines().count(command) if fake.calls_file.exists() else 0
 
 
 def test_a_job_that_has_lost_its_first_host_is_requeued(fake: FakeSlurm, folder: RunFolder) -> None:

@@ -25,7 +25,9 @@ REQUEUED = "JobState=PENDING Restarts=2"
 
 def answer_with_states(fake: FakeSlurm, *states: str, requeue_command: str = "exit 0") -> None:
     """Let scontrol show the states of the job in turn, and call a shell command to requeue the job."""
-    fake.answer("scontrol", f'case "$1" in requeue) {requeue_command};; *) {make_state_script(fake, *states)};; esac')
+    fake.define_command(
+        "scontrol", f'case "$1" in requeue) {requeue_command};; *) {make_state_script(fake, *states)};; esac'
+    )
 
 
 def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> subprocess.CompletedProcess[str]:
@@ -41,7 +43,7 @@ def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> su
 
 
 def count_requeues(fake: FakeSlurm) -> int:
-    return fake.calls.read_text().count("scontrol requeue 7")
+    return fake.calls_file.read_text().count("scontrol requeue 7")
 
 
 @pytest.mark.parametrize(
@@ -149,4 +151,4 @@ def test_the_reason_is_that_of_the_lowest_rank_that_does_not_blame_another_one(
 def test_a_run_that_has_a_result_is_not_requeued(fake: FakeSlurm, job_folder: RunFolder) -> None:
     (job_folder.path / "result.json").write_text(json.dumps({"state": "cancelled", "exit_status": 130}))
     assert end_job(fake, job_folder, EXIT_RESUMABLE, SAME_START).returncode == 130
-    assert not fake.calls.exists()
+    assert not fake.calls_file.exists()

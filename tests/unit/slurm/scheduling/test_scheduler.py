@@ -28,7 +28,7 @@ def test_jobs_inherit_no_variables_of_another_launcher() -> None:
 
 
 def test_a_command_without_an_answer_times_out(fake_here: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_here.answer("scontrol", "exec sleep 60")
+    fake_here.define_command("scontrol", "exec sleep 60")
     monkeypatch.setattr(scheduler, "COMMAND_TIMEOUT", 0.5)
     with pytest.raises(UserError, match="scontrol did not answer within"):
         scheduler.Scheduler("SLURM").check_enough_hosts(1, "")

@@ -67,7 +67,7 @@ def test_the_process_of_another_command_that_has_started_the_run_is_reported(
 
 
 def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: FakeSlurm, runs: Path) -> None:
-    fake.answer("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
+    fake.define_command("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
     folder = write_stopped_run(runs)
     processes: list[subprocess.CompletedProcess[str]] = []
 
@@ -85,7 +85,7 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: FakeS
     assert refused.returncode == 2, refused.stderr
     reasons = ("is being s", "PENDING", "RUNNING", "was just started by another command")
     assert any(reason in refused.stderr for reason in reasons), refused.stderr
-    assert fake.calls.read_text().count("sbatch") == 1
+    assert fake.calls_file.read_text().count("sbatch") == 1
 
 
 def test_a_run_that_another_command_starts_meanwhile_is_not_started(
@@ -107,7 +107,7 @@ def test_a_run_that_another_command_starts_meanwhile_is_not_started(
 
 
 def test_a_refused_submission_does_not_change_the_result(fake: FakeSlurm, runs: Path) -> None:
-    fake.answer("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+    fake.define_command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     folder = write_stopped_run(runs)
     process = execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1")
     assert process.returncode == 2, process.stderr
