@@ -257,14 +257,14 @@ def test_a_step_applied_by_some_ranks_only_leaves_different_models(
 ) -> None:
     settings = (data, *THREE, "checkpoint.every_steps=0")
     faults = "committed:0:9:wait,committed:0:9:fail"
-    completed = train_with_faults(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+own_state")
+    completed = train_with_faults(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+local_weights")
     assert completed.returncode == 0, completed.stderr
     differing = find_metric_differences(completed.folder, undisturbed)
     assert differing
     assert differing[0].startswith("step 10: loss"), differing
 
 
-@pytest.mark.parametrize("mistake", ["old_mean", "own_shards"])
+@pytest.mark.parametrize("mistake", ["old_mean", "local_shards"])
 def test_a_group_of_fewer_ranks_has_another_sum(
     mistake: str, data: str, undisturbed: RunFolder, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Custom code: the data set, optimizer and decay that configs/README.md shows, and a pipeline schedule."""
+"""Write files with custom code: the examples of configs/README.md, and a pipeline schedule."""
 
 from __future__ import annotations
 

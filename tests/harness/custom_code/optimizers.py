@@ -1,4 +1,4 @@
-"""Custom optimizers: one that meets the requirements, and variants that violate one requirement each."""
+"""Write custom optimizers: a valid one, and variants that violate one requirement each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Own(torch.optim.Optimizer):
 
 
 class Violation(NamedTuple):
-    """A violation: the replaced text, its replacement, and a part of the error message."""
+    """A change of the valid optimizer, and a part of the error message about it."""
 
     replaced: str
     replacement: str
@@ -70,7 +70,7 @@ VIOLATIONS = {
 
 
 def write_optimizer(folder: Path, violation: Violation | None = None) -> str:
-    """Write the file, with a violation if one is given. Return the value of optim.name."""
+    """Write an optimizer, with a violation if one is given. Return the value of optim.name."""
     text = VALID_OPTIMIZER
     if violation is not None:
         assert violation.replaced in text

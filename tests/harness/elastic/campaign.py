@@ -4,9 +4,9 @@
     python -m tests.cluster.elastic_campaign --cases=30                              about a minute per case
 
 Each case has two or three faults. The first one is a fault of a rank. The next one is usually executed after the new
-process of this rank has started, and is a fault of this process or of another rank. A finished run must have the losses and scores of
-a run on one rank. A run may end early only if all ranks with the state or a rank that serves a shard are lost. It is
-then resumed, and must have the same losses and scores.
+process of this rank has started, and is a fault of this process or of another rank. A finished run must have the losses
+and scores of a run on one rank. A run may end early only if all ranks with the state or a rank that serves a shard are
+lost. It is then resumed, and must have the same losses and scores.
 """
 
 from __future__ import annotations

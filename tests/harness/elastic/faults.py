@@ -5,8 +5,8 @@
 ACTION is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), await-block
 (wait until another rank blocks), join (wait until all lost ranks are back or ask to join), or worker-kill or
 worker-stop for the data workers of this rank. RANK is the rank at the start of the run. Restarted ranks have no faults,
-except at the point "arriving", before their first message to the coordinator. NAME may be followed by one of CHANGES,
-as in ddp_multinode+own_state.
+except at the point "arriving", before their first message to the coordinator. NAME may be followed by a key of
+CODE_CHANGES, as in ddp_multinode+local_weights.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 class PlantedFaults:
-    """The faults of this rank, which become active when its recovery is created."""
+    """The faults of this rank. They are active as soon as its `ElasticRecovery` exists."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
         self.recovery: Any = None
 
     def reach_point(self, point: str, step: int) -> None:
-        """Execute the actions of this point. This method may not return."""
+        """Execute the actions of a point. A rank that is killed or blocks does not return."""
         if self.recovery is None:
             return
         rank = self.recovery.run.world.original_rank
@@ -114,7 +114,7 @@ class PlantedFaults:
 
 
 def call_before(owner: Any, name: str, callback: Callable[..., None], after: bool = False) -> None:
-    """Call a callback with the same arguments before a function, or after it."""
+    """Make a function call a callback with the same arguments, before or after its own work."""
     function = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -131,7 +131,7 @@ def call_before(owner: Any, name: str, callback: Callable[..., None], after: boo
 def plant_faults(name: str, faults: list[Fault]) -> None:
     """Insert the points into the code that this process and its ranks execute.
 
-    An experiment adds its own points in tests/harness/elastic/NAME_points.py.
+    Additional points of an experiment are in tests/harness/elastic/NAME_points.py.
     """
     planted = PlantedFaults(faults)
 
@@ -160,9 +160,9 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
     call_before(ElasticRecovery, "__init__", activate)
     call_before(loop.Step, "__enter__", lambda step: planted.reach_point("begin", step.number))
     call_before(StepTimer, "record_mark", reach_mark)
-    declared = import_if_exists(f"tests.harness.elastic.{name}_points")
-    if declared:
-        declared.plant_points(call_before, planted.reach_point_in_step)
+    points = import_if_exists(f"tests.harness.elastic.{name}_points")
+    if points:
+        points.plant_points(call_before, planted.reach_point_in_step)
     call_before(ElasticRecovery, "commit", lambda self: planted.reach_point("committed", self.run.step + 1), after=True)
     call_before(loop.Step, "__exit__", lambda step, *_: planted.reach_point("updated", step.number))
     call_before(RunContext, "stop_if_requested", lambda run: planted.reach_point("evaluation", run.step))
@@ -184,7 +184,7 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
 
 
 def keep_local_weights() -> None:
-    """The mistake: each rank continues with its own weights."""
+    """Plant a mistake: each rank continues with its local weights."""
     broadcast_state = peer_copy.broadcast_state
 
     def broadcast_without_weights(state: TrainState, *arguments: Any, **options: Any) -> None:
@@ -197,28 +197,28 @@ def keep_local_weights() -> None:
 
 
 def keep_old_mean() -> None:
-    """The mistake: sums are divided by the mean shard size at the start of the run."""
+    """Plant a mistake: sums are divided by the mean shard size at the start of the run."""
     Loader.mean_shard = property(lambda loader: loader.size / loader.shard[1])  # type: ignore[assignment]
 
 
 def keep_local_shards() -> None:
-    """The mistake: each rank keeps its samples, and no rank trains on those of the lost rank."""
+    """Plant a mistake: each rank keeps its samples, and no rank trains on the samples of a lost rank."""
     ElasticRecovery._divide_batches = lambda *_: None  # type: ignore[method-assign]
 
 
 def slow_down_steps() -> None:
-    """Not a mistake: each step takes SLOW_STEP_SECONDS longer, so that a rank has time to come back."""
-    leave = loop.Step.__exit__
+    """Make each step SLOW_STEP_SECONDS longer, so that a lost rank can be restarted during the run."""
+    exit_step = loop.Step.__exit__
 
-    def leave_later(step: loop.Step, *error: Any) -> bool:
+    def exit_later(step: loop.Step, *error: Any) -> bool:
         time.sleep(SLOW_STEP_SECONDS)
-        return leave(step, *error)
+        return exit_step(step, *error)
 
-    loop.Step.__exit__ = leave_later  # type: ignore[method-assign]
+    loop.Step.__exit__ = exit_later  # type: ignore[method-assign]
 
 
 def force_overflows() -> None:
-    """Not a mistake: a loss scaler in float64, and gradients of rank 0 that overflow in steps 5, 6 and 14."""
+    """Make the gradients of rank 0 overflow in steps 5, 6 and 14, and use a loss scaler in float64."""
     script = importlib.import_module("experiments.amp_accum")
     script.make_scaler = lambda *_: GradScaler("cpu", 1024, growth_interval=4)  # type: ignore[attr-defined]
     accumulate = script.accumulate_gradients
@@ -236,7 +236,7 @@ def force_overflows() -> None:
 
 
 def use_batchnorm() -> None:
-    """Not a mistake: a small network with BatchNorm instead of resnet18."""
+    """Use a small network with BatchNorm instead of resnet18."""
 
     def build(shape: Sequence[int], classes: int) -> nn.Sequential:
         convolution = nn.Conv2d(1, 4, 5, 4, bias=False)
@@ -248,9 +248,9 @@ def use_batchnorm() -> None:
 
 
 CODE_CHANGES = {
-    "own_state": keep_local_weights,
+    "local_weights": keep_local_weights,
     "old_mean": keep_old_mean,
-    "own_shards": keep_local_shards,
+    "local_shards": keep_local_shards,
     "slow": slow_down_steps,
     "overflow": force_overflows,
     "batchnorm": use_batchnorm,

@@ -1,4 +1,4 @@
-"""Elastic runs of the tests, and undisturbed runs on one rank with which they are compared."""
+"""Train elastic runs with faults, and compare them with undisturbed runs on one rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train_with_faults(faults: str, *settings: str, runs: Path, name: str = "ddp_
 
 
 def train_on_one_rank(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
-    """Return the undisturbed run on one rank, which is trained only once per test run."""
+    """Return an undisturbed run on one rank. It is trained once and shared by all tests."""
     key = "-".join(["alone", name, *(setting for setting in settings if "/" not in setting)])
     return run_experiment_once(factory, key, name, *SMALL_RUN_SETTINGS, *settings, "processes_per_node=1").folder
 
@@ -52,8 +52,8 @@ def train_and_compare(
 ) -> RunFolder:
     """Train with `faults`; check that the run finishes with the losses and scores of `undisturbed`.
 
-    If a rank is stuck in gloo, this rank is lost, too. If it was the only one with a part of the state, the run is
-    resumed. Its losses are checked as well, but other ranks were lost than in `faults`, so another run is trained.
+    A rank that is stuck in gloo is lost, too. If no other rank has its part of the state, the run ends and is resumed.
+    The losses of such a run are checked. Then another run is trained, because it has not lost the ranks of `faults`.
     """
     for number in range(MAX_TRIES):
         process = train_with_faults(faults, *settings, runs=runs / str(number), name=name)
@@ -77,7 +77,7 @@ def list_row_keys(rows: list[dict[str, Any]]) -> list[tuple[int, bool]]:
 
 
 def find_metric_differences(run: RunFolder, undisturbed: RunFolder) -> list[str]:
-    """Return the differences between the metrics of two runs, except those of rounding."""
+    """Return the differences between the metrics of two runs, except for rounding."""
     rows = run.read_metrics()
     expected_rows = undisturbed.read_metrics()
     keys = list_row_keys(rows)

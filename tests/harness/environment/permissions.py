@@ -1,4 +1,4 @@
-"""File permissions that also apply to root, which can otherwise read every file."""
+"""Enforce file permissions also for root, which can otherwise read every file."""
 
 from __future__ import annotations
 

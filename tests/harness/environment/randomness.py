@@ -17,7 +17,7 @@ Item = TypeVar("Item")
 
 SEED_VARIABLE = "TEST_SEED"
 ALL_CASES_VARIABLE = "ALL_CASES"
-"""Environment variable that `make verify` sets: lists of cases are executed whole."""
+"""Environment variable of `make verify`. If it is set, all cases of lists are executed."""
 
 
 def draw_seed(name: str) -> str:
@@ -28,6 +28,7 @@ def draw_seed(name: str) -> str:
 
 
 def create_random(name: str) -> random.Random:
+    """Return a random number generator with the seed of `draw_seed`."""
     return random.Random(draw_seed(name))
 
 
@@ -43,7 +44,7 @@ def read_commit_seed() -> str:
 
 
 def draw_cases(name: str, cases: Sequence[Item], count: int) -> list[Item]:
-    """Draw `count` cases of a list, and keep their order. `make verify` executes all cases."""
+    """Draw `count` cases of a list in the order of the list. `make verify` executes all cases."""
     if os.environ.get(ALL_CASES_VARIABLE):
         return list(cases)
     stream = random.Random(f"{read_commit_seed()}/{name}")

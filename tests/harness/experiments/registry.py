@@ -1,4 +1,4 @@
-"""The list of experiments. Requirements for all experiments are tested for each entry.
+"""The entries of all experiments. Tests of requirements for all experiments use each entry.
 
 tests/harness/entries/NAME.py declares the entry of an experiment. Experiments whose ranks all train the same model
 need no declaration (`make_entry`).
@@ -40,4 +40,4 @@ ENTRY_BY_NAME = {entry.name: entry for entry in ENTRIES}
 STAGED_ENTRY = ENTRY_BY_NAME["mnist_pipeline"]
 REPLICATED_ENTRY = ENTRY_BY_NAME["ddp_multinode"]
 ARCHETYPE_ENTRIES = [STAGED_ENTRY, REPLICATED_ENTRY]
-"""The ways to distribute a model over ranks: partitioned into stages, or replicated."""
+"""One entry for each way to distribute a model over ranks: partitioned into stages, or replicated."""

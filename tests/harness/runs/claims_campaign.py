@@ -1,10 +1,10 @@
-"""Execute start, resume and cancel at random moments: one attempt trains at a time, and no result is lost.
+"""Start, resume and cancel runs at random moments. Only one attempt may train at a time, and no result may be lost.
 
     python -m tests.harness.runs.claims_campaign --cases=50 --seed=1              on this machine, about ten minutes
     python -m tests.harness.runs.claims_campaign --cases=20 --seed=1 --cluster    on a new local SLURM cluster
 
-Each case starts a run and executes two commands: both while the run trains, or both after it has stopped. Afterwards
-the run is resumed until it is finished, and its losses must equal those of an undisturbed run bit for bit.
+Each case starts a run and executes two commands: while the run starts, while it trains, or after it has stopped. Then
+the run is resumed until it is finished. Its losses must equal those of an undisturbed run bit for bit.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ RUN_SETTINGS = (
 TOTAL_STEPS = 5000
 MAX_OVERLAP_SECONDS = 2.0  # seconds during which two attempts may train at the same time
 MAX_STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
-COMMAND_TIMEOUT = 150.0
+COMMAND_TIMEOUT = 150.0  # seconds; also the time limit for the end of a run
 COMMAND_PAIRS = [
     *(("running", "resume", "resume"), ("running", "resume", "cancel"), ("running", "cancel", "resume")),
     *(("running", "cancel", "cancel"), ("stopped", "resume", "resume"), ("stopped", "resume", "cancel")),
-    ("beginning", "resume", "cancel"),
+    ("starting", "resume", "cancel"),
 ]
-"""When two commands are executed (while the run trains, after it has stopped, or while it starts), and the commands."""
+"""A phase of the run (starting, running or stopped) and the two commands that are executed in this phase."""
 REFUSAL_PATTERN = re.compile(
     r"is already running|is stopping|is still running|being started|being submitted|was superseded|is RUNNING"
     r"|is PENDING|was just started|has just finished|cannot start"
@@ -57,7 +57,7 @@ CompletedCommand = subprocess.CompletedProcess[str]
 
 
 class LocalRuns:
-    """Runs of this machine."""
+    """Runs on this machine."""
 
     def __init__(self, scratch: Path) -> None:
         self.runs = scratch / "runs"
@@ -67,16 +67,14 @@ class LocalRuns:
 
     def start(self) -> CompletedCommand:
         settings = (*RUN_SETTINGS, f"steps={TOTAL_STEPS}", "data.name=digits", f"data.cache={self.cache}")
-        return execution.execute_command(
-            make_run_command(EXPERIMENT, *settings, runs=self.runs), env=self.env, timeout=COMMAND_TIMEOUT
-        )
+        argv = make_run_command(EXPERIMENT, *settings, runs=self.runs)
+        return execution.execute_command(argv, env=self.env, timeout=COMMAND_TIMEOUT)
 
     def resume(self, run: RunFolder, random_stream: random.Random) -> CompletedCommand:
         script = [sys.executable, str(ROOT / "experiments" / f"{EXPERIMENT}.py"), "--resume", str(run.path)]
         verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
-        return execution.execute_command(
-            random_stream.choice([script, script, verb]), env=self.env, timeout=COMMAND_TIMEOUT
-        )
+        argv = random_stream.choice([script, script, verb])
+        return execution.execute_command(argv, env=self.env, timeout=COMMAND_TIMEOUT)
 
     def cancel(self, run: RunFolder) -> CompletedCommand:
         verb = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
@@ -87,7 +85,7 @@ class LocalRuns:
 
 
 class ClusterRuns:
-    """Runs of a local SLURM cluster. Some are resumed on this machine instead."""
+    """Runs on a local SLURM cluster. Some of them are resumed on this machine."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
@@ -114,21 +112,22 @@ class ClaimCase:
 
     target: LocalRuns | ClusterRuns
     phase: str
+    """The phase of the run in which the commands are executed: starting, running or stopped."""
     commands: tuple[str, str]
     random_stream: random.Random
     executed_commands: list[tuple[str, CompletedCommand]] = dataclasses.field(default_factory=list)
     """The finished commands, each with its name."""
     problems: list[str] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """Each step with its loss, once the run is finished."""
+    """Each step with its loss. Set when the case has been executed."""
 
     def execute_commands(self) -> RunFolder:
-        """Start the run, execute the commands, and check the results; adds to `problems`."""
+        """Start the run, execute the commands, and check the results. Appends to `problems`."""
         earlier_runs = set(self.target.runs.glob("*")) if self.target.runs.exists() else set()
         starter = self.start_command("start", 0.0)
         run = wait_until(lambda: find_new_run(self.target.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
         watch = MetricsWatch(run)
-        if self.phase != "beginning":
+        if self.phase != "starting":
             wait_until(lambda: has_metrics(run) or run.result, "the run trains", COMMAND_TIMEOUT)
         delay = self.random_stream.uniform(0.0, 2.0)
         if self.phase == "stopped":
@@ -140,9 +139,9 @@ class ClaimCase:
         threads = [starter]
         for name in self.commands:
             threads.append(self.start_command(name, delay, run))
-            delay += self.random_stream.choice(
-                [0.0, self.random_stream.uniform(0.0, 0.5), self.random_stream.uniform(0.0, 3.0)]
-            )
+            short_delay = self.random_stream.uniform(0.0, 0.5)
+            long_delay = self.random_stream.uniform(0.0, 3.0)
+            delay += self.random_stream.choice([0.0, short_delay, long_delay])
         for thread in threads:
             thread.join()
         self.wait_for_end(run)
@@ -153,12 +152,12 @@ class ClaimCase:
 
     def start_command(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
         """Execute a command after `delay` seconds in a thread."""
-        draw = random.Random(self.random_stream.random())
+        random_stream = random.Random(self.random_stream.random())
 
         def call() -> None:
             time.sleep(delay)
             try:
-                self.executed_commands.append((name, self.execute_command(name, run, draw)))
+                self.executed_commands.append((name, self.execute_command(name, run, random_stream)))
             except subprocess.TimeoutExpired:
                 self.problems.append(f"{name} did not exit")
 
@@ -170,7 +169,9 @@ class ClaimCase:
         if name == "start":
             return self.target.start()
         assert run is not None
-        return self.target.resume(run, random_stream) if name == "resume" else self.target.cancel(run)
+        if name == "resume":
+            return self.target.resume(run, random_stream)
+        return self.target.cancel(run)
 
     def wait_for_end(self, run: RunFolder) -> None:
         try:
@@ -212,7 +213,7 @@ class ClaimCase:
             self.problems.append(f"the run could not be finished: {self.executed_commands[-1][1]}")
 
     def describe(self) -> str:
-        """Return one line and, if there is a problem, the outputs of the commands."""
+        """Return a line about the case and, if there is a problem, the outputs of the commands."""
         lines = [f"{self.phase:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
         if self.problems:
             for name, process in self.executed_commands:
@@ -286,7 +287,7 @@ def list_losses(run: RunFolder) -> list[tuple[int, float]]:
 
 
 def train_undisturbed(target: LocalRuns | ClusterRuns) -> list[tuple[int, float]]:
-    """Train an undisturbed run, the first one of its place; return its losses."""
+    """Train an undisturbed run, which must be the first one of `target`; return its losses."""
     target.start()
     (path,) = target.runs.glob("*-*")
     wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", COMMAND_TIMEOUT)
@@ -304,10 +305,10 @@ def execute_case(
 ) -> ClaimCase:
     """Execute a case and print a line about it.
 
-    If it `finishes`, the run is resumed until it is finished. The metrics must contain each step once.
+    With `resumes_until_finished`, the run is resumed until it is finished. The metrics must contain each step once.
     """
-    when, first_command, second_command = pair
-    case = ClaimCase(target, when, (first_command, second_command), random.Random(random_stream.random()))
+    phase, first_command, second_command = pair
+    case = ClaimCase(target, phase, (first_command, second_command), random.Random(random_stream.random()))
     run = case.execute_commands()
     if resumes_until_finished:
         case.resume_until_finished(run)

@@ -33,9 +33,9 @@ def train_uninterrupted(
     factory: pytest.TempPathFactory, quick: tuple[str, ...], entry: Entry, ranks: int
 ) -> FinishedRun:
     """Return an uninterrupted run on `ranks` ranks. All tests share it, and none of them may change its folder."""
-    name = f"whole-{entry.name}-{ranks}"
+    key = f"uninterrupted-{entry.name}-{ranks}"
     run = run_experiment_once(
-        factory, name, entry.name, *quick, *entry.make_rank_settings(ranks), "data.block=2", ONE_THREAD
+        factory, key, entry.name, *quick, *entry.make_rank_settings(ranks), "data.block=2", ONE_THREAD
     )
     assert run.returncode == 0, run.stderr
     return run

@@ -14,11 +14,8 @@ from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
-DIVERGING_SETTINGS = {
-    "steps": "40",
-    "optim.decay": "constant",
-    "optim.weight_decay": "10",
-}  # with a learning rate of 100
+DIVERGING_SETTINGS = {"steps": "40", "optim.decay": "constant", "optim.weight_decay": "10"}
+"""Settings with which a run diverges if its learning rate is 100."""
 TINY_RUN_SETTINGS = {
     "width": "8", "stages": "1", "steps": "6", "batch": "64", "log.progress": "none", "data.name": "digits",
     "launch.threads": "1",  # three tests run at the same time

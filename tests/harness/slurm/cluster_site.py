@@ -1,4 +1,4 @@
-"""A real SLURM cluster and a checkout on it, for the tests that need them."""
+"""Start a real SLURM cluster on this machine, and execute commands in a checkout on it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.harness.commands.processes import (
 )
 from tests.harness.repository import ROOT
 
-# before a command whose time is measured, because other tests run at the same time; only root may raise the priority
+# Prefix of commands with time limits, because other tests run at the same time. Only root may raise the priority.
 HIGH_PRIORITY = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
 
 
 class Site:
-    """The cluster and a checkout on it, which tests may edit.
+    """A cluster and a checkout on it. Tests may edit the checkout.
 
     Every command starts with `prefix`, which selects another user or other mounts.
     """
@@ -73,6 +73,7 @@ class Site:
         return RunFolder(path)
 
     def execute_in_cluster(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Execute a program on the controller of the cluster, such as a command of SLURM."""
         return self.execute_module("slurm", "cluster", "exec", *arguments, status=None, **env)
 
     def wait_for_job(self, job: str, state: str) -> None:
@@ -81,7 +82,7 @@ class Site:
 
     @contextlib.contextmanager
     def occupy_hosts(self) -> Iterator[None]:
-        """Occupy all hosts: submitted jobs wait until the block ends."""
+        """Occupy all hosts, so that submitted jobs wait until the end of the block."""
         command = ("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
         job = self.execute_in_cluster(*command).stdout.strip()
         self.wait_for_job(job, "RUNNING")
@@ -123,7 +124,7 @@ def start_cluster(site: Site, *options: str) -> Iterator[Site]:
 
 @contextlib.contextmanager
 def create_mount_namespace(script: str) -> Iterator[tuple[str, ...]]:
-    """Run a shell script as root in a new mount namespace. Return the prefix of commands in that namespace."""
+    """Execute a shell script as root in a new mount namespace. Yield the prefix of commands in this namespace."""
     argv = ["unshare", "--mount", "sh", "-ec", f"{script}\necho ready\nexec cat"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin
@@ -148,7 +149,7 @@ def wait_on_cluster(description: str, condition: Callable[[], Any], seconds: flo
 
 @contextlib.contextmanager
 def create_shared_folder() -> Iterator[Path]:
-    """Return a folder with a short path that every user can write, and delete it after the block."""
+    """Create a folder that every user can write, with a short path. Delete it after the block."""
     path = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     path.chmod(0o1777)
     try:

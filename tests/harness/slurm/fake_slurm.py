@@ -1,4 +1,4 @@
-"""SLURM's commands as scripts with fixed outputs, and commands of the project that call them."""
+"""Replace the commands of SLURM by scripts with fixed outputs, and execute commands of the project that call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.repository import ROOT
 
 
 class FakeSlurm:
-    """SLURM's commands as scripts on PATH. Each appends its command line to the file `calls`."""
+    """Scripts that replace the commands of SLURM. Each appends its command line to `calls_file`."""
 
     def __init__(self, folder: Path) -> None:
         self.bin_folder = folder / "bin"
@@ -35,7 +35,7 @@ class FakeSlurm:
         self.define_command("scancel", "exit 0")
 
     def define_command(self, name: str, body: str) -> None:
-        """Replace the script of a command."""
+        """Write the script of a command."""
         script = self.bin_folder / name
         script.write_text(f'#!/bin/sh\necho "{name} $*" >>"{self.calls_file}"\n{body}\n')
         script.chmod(script.stat().st_mode | stat.S_IEXEC)
@@ -60,11 +60,11 @@ def execute_module(
 def call_main(
     fake: FakeSlurm, main: Callable[[list[str]], int], *arguments: str, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Call a command in this process without cached outputs of the scheduler. A fork would take 0.4 s more."""
+    """Call the main() of a command in this process, without cached outputs of SLURM. This is faster than a fork."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
         return in_process_calls.call_main(main, *arguments, cwd=ROOT, **fake.make_environment(**env))
 
 
 def call_slurm(fake: FakeSlurm, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Call `python -m slurm` in this process, with a verb that starts no other process."""
+    """Call a verb of `python -m slurm` that starts no other process in this process."""
     return call_main(fake, slurm_main, *arguments)

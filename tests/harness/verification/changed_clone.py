@@ -29,13 +29,13 @@ PYTEST_COMMAND = (".venv/bin/python", "-m", "pytest")
 
 
 def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
-    """Return the commands that check the clone. They run at the same time, because unit tests often wait."""
+    """Return the commands that check the clone. They are executed in parallel, because unit tests often wait."""
     # Without this option, pytest would also delete the folders of earlier test runs, which can take minutes.
-    own_folder = ("--basetemp", str(clone.with_name("pytest")))
+    base_folder = ("--basetemp", str(clone.with_name("pytest")))
     return {
         "lint": ("make", "lint"),
         "collection": (*PYTEST_COMMAND, "--collect-only", "tests"),
-        "unit tests": (*PYTEST_COMMAND, *own_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
+        "unit tests": (*PYTEST_COMMAND, *base_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
     }
 
 

@@ -1,4 +1,4 @@
-"""Delete a technique from a clone of the checkout, to show that nothing else needs it.
+"""Delete a technique from a clone of the checkout, to show that no other code needs it.
 
     python -m tests.harness.verification.delete_technique local_sgd /tmp/clone
 

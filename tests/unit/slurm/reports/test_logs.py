@@ -35,7 +35,7 @@ def test_the_log_of_a_process_is_followed_until_the_process_ends(
         provenance.update_metadata(folder, history=[start])
         threading.Thread(target=process.wait).start()  # as the shell that has started the process
         assert logs.follow_log(folder, log) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST_LINE]
+    assert capsys.readouterr().out.splitlines()[:2] == ["training started", LAST_LINE]
 
 
 def test_the_log_of_a_job_is_followed_until_the_job_ends(
@@ -51,7 +51,7 @@ def test_the_log_of_a_job_is_followed_until_the_job_ends(
     fake_here.define_command("scontrol", "echo JobState=COMPLETED")
     monkeypatch.setattr(scheduler, "QUEUE_CACHE_SECONDS", 0)
     assert logs.follow_log(folder, log) == 0
-    assert capsys.readouterr().out.splitlines()[:2] == ["it began", LAST_LINE]
+    assert capsys.readouterr().out.splitlines()[:2] == ["training started", LAST_LINE]
 
 
 def test_the_log_of_a_finished_run_is_followed_no_longer_than_wandb_may_take(
