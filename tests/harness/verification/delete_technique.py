@@ -105,7 +105,7 @@ def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
 
 
 def delete_technique(technique: str, clone: Path) -> None:
-    """Clone the checkout into the new folder `place`, and delete the technique there."""
+    """Clone the checkout into the new folder `clone`, and delete the technique there."""
     experiment = DELETABLE_TECHNIQUES[technique]
     folder = Path("common/techniques") / technique
     if not list_committed_files(folder):
@@ -136,12 +136,12 @@ def delete_technique(technique: str, clone: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("technique", choices=sorted(DELETABLE_TECHNIQUES))
-    parser.add_argument("place", type=Path, help="a new folder for the clone")
+    parser.add_argument("clone", type=Path, help="a new folder for the clone")
     arguments = parser.parse_args()
     with exit_on_user_error():
-        delete_technique(arguments.technique, arguments.place.absolute())
-    subprocess.run(["git", "show", "--stat=120", "--format="], cwd=arguments.place, check=True)
-    print(f"{arguments.place} is the clone without {arguments.technique}; run make lint and make test-all there")
+        delete_technique(arguments.technique, arguments.clone.absolute())
+    subprocess.run(["git", "show", "--stat=120", "--format="], cwd=arguments.clone, check=True)
+    print(f"{arguments.clone} is the clone without {arguments.technique}; run make lint and make test-all there")
 
 
 if __name__ == "__main__":
