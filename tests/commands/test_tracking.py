@@ -177,7 +177,7 @@ def test_the_api_key_is_in_no_file_and_no_command_line(offline: Offline) -> None
 
 def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     first = read_tracking_status(offline.completed.folder)["id"]
-    folder, _ = track_finished_run(offline.completed.folder, tmp_path, own=first)
+    folder, _ = track_finished_run(offline.completed.folder, tmp_path, wandb_id=first)
     assert read_tracking_status(folder)["id"] == first
     assert extract_metrics(read_records(folder)) == list_expected_rows(folder)
 
@@ -204,7 +204,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
         file.write('{"damaged\n{"cut o')
     repeated_rows = list(source.list_attempts()[1].read_attempt_rows())
     assert [row["global_step"] for row in repeated_rows[:2]] == [21, 22], "the first attempt ended after step 25"
-    folder, _ = track_finished_run(source, tmp_path / "place", number=2, keep=True)
+    folder, _ = track_finished_run(source, tmp_path / "place", number=2, keep_wandb_files=True)
     tracked = read_records(folder)
     (started,) = select_records(tracked, "run")
     assert started["run_group"] == "pair"
@@ -254,7 +254,7 @@ def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> 
     temporary.mkdir()
     note = {"path": str(temporary), "host": os.uname().nodename}
     write_json(folder.path / "wandb/temporary.json", note)
-    again, _ = track_finished_run(folder, tmp_path / "again", number=1, keep=True)
+    again, _ = track_finished_run(folder, tmp_path / "again", number=1, keep_wandb_files=True)
     assert read_offline_metrics(again) == list_expected_rows(again)
     assert not temporary.exists()
     assert not (again.path / "wandb/unfinished").exists()
