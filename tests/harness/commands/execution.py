@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.harness.repository import ROOT
 
@@ -103,7 +103,7 @@ class Command:
         real_process: bool = False,
         root: Path = ROOT,
     ) -> None:
-        """`root` is the checkout with the sources. Those of a copy are imported again; torch is not."""
+        """Start the command. `root` is the checkout with the sources; those of a copy are imported again."""
         self.argv = list(argv)
         self._stdout_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
         self._stderr_file = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
@@ -111,23 +111,35 @@ class Command:
         self._process: subprocess.Popen[bytes] | None = None
         self.returncode: int | None = None
         if real_process or not can_fork(argv, env, cwd, root):
-            self._process = subprocess.Popen(
-                argv,
-                cwd=cwd,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=self._stdout_file,
-                stderr=self._stderr_file,
-                start_new_session=new_session,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 (a shell's & ignores it)
-            )
-            self.pid = self._process.pid
+            self._start_process(env, cwd, new_session)
             return
-        request = {"argv": list(argv[1:]), "env": dict(env), "session": new_session, "cwd": str(cwd), "root": str(root)}
+        request: dict[str, Any] = {"argv": list(argv[1:])}
+        request["env"] = dict(env)
+        request["session"] = new_session
+        request["cwd"] = str(cwd)
+        request["root"] = str(root)
+        self._start_fork(request)
+
+    def _start_process(self, env: Mapping[str, str], cwd: Path, new_session: bool) -> None:
+        self._process = subprocess.Popen(
+            self.argv,
+            cwd=cwd,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=self._stdout_file,
+            stderr=self._stderr_file,
+            start_new_session=new_session,
+            preexec_fn=receive_interrupts,  # noqa: PLW1509 (Popen has no option for this)
+        )
+        self.pid = self._process.pid
+
+    def _start_fork(self, request: Mapping[str, Any]) -> None:
+        """Send a request to the fork server. The answer is the process ID."""
+        message = json.dumps(request).encode()
         self._client = ForkServer.connect()
         with open(os.devnull) as null_file:
             streams = [null_file.fileno(), self._stdout_file.fileno(), self._stderr_file.fileno()]
-            socket.send_fds(self._client, [json.dumps(request).encode()], streams)
+            socket.send_fds(self._client, [message], streams)
             self.pid = int(self._client.recv(100))
 
     def wait(self, timeout: float | None = None) -> int:
@@ -170,6 +182,11 @@ class Command:
         return self.stdout, self.stderr
 
 
+def receive_interrupts() -> None:
+    """Undo that a shell ignores SIGINT in commands that end with `&`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def read_from_start(file: IO[bytes]) -> str:
     """Return the content of a file without moving its position."""
     return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
@@ -177,13 +194,16 @@ def read_from_start(file: IO[bytes]) -> str:
 
 def find_source_root(env: Mapping[str, str]) -> Path:
     """Return the checkout that an interpreter with these variables imports: the copy in a run, or this one."""
-    return Path(env["PYTHONPATH"]) if env.get("PYTHONSAFEPATH") and env.get("PYTHONPATH") else ROOT
+    has_copy = env.get("PYTHONSAFEPATH") and env.get("PYTHONPATH")
+    return Path(env["PYTHONPATH"]) if has_copy else ROOT
 
 
 def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path = ROOT) -> bool:
     """Return whether a fork of the server is equivalent to a real process."""
+    if argv[0] != sys.executable:
+        return False
     is_module = argv[1] == "-m"
-    if argv[0] != sys.executable or not (is_module or argv[1].endswith(".py")):
+    if not is_module and not argv[1].endswith(".py"):
         return False
     if Path(cwd) != root and env.get("PYTHONPATH") != str(root):
         return False

@@ -80,7 +80,9 @@ def make_environment(**extra: str) -> dict[str, str]:
     """Return the environment of this process without variables that change a run, such as those of W&B and SLURM."""
     dropped_prefixes = ("WANDB_", "FORK_SERVER_", "SLURM_", "TORCHELASTIC_", "DATA_ROOT", "MAKE", "MFLAGS")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(dropped_prefixes)}
-    return variables | {"WANDB_MODE": "disabled", "CLUSTER_DIR": "/no/cluster"} | extra
+    variables["WANDB_MODE"] = "disabled"
+    variables["CLUSTER_DIR"] = "/no/cluster"
+    return variables | extra
 
 
 def select_applicable_settings(name: str, settings: Iterable[str]) -> list[str]:
@@ -117,10 +119,13 @@ def find_processes(marker: str) -> list[int]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes() + read_forked_command(entry)
-            is_zombie = "\nState:\tZ" in (entry / "status").read_text()
+            text = (entry / "cmdline").read_bytes()
+            text += (entry / "environ").read_bytes()
+            text += read_forked_command(entry)
+            process_status = (entry / "status").read_text()
         except OSError:
             continue
+        is_zombie = "\nState:\tZ" in process_status
         if marker.encode() in text and not is_zombie:
             pids.append(int(entry.name))
     return pids

@@ -152,8 +152,10 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
             planted.reach_point("reduced", recovery.run.step + 1)
 
     def arrive(run: RunContext, *_: Any) -> None:
+        if not run.world.is_joining:
+            return
         for fault in faults:
-            if run.world.is_joining and (fault.point, fault.rank) == ("arriving", run.world.original_rank):
+            if fault.point == "arriving" and fault.rank == run.world.original_rank:
                 os.kill(os.getpid(), SIGNALS[fault.action])
 
     call_before(RunContext, "resume", arrive)

@@ -98,20 +98,24 @@ class SyntheticRun:
         content |= {"exit_status": 0, "data": "digits", "scores": scores}
         content["timings"] = {"samples_per_second": batch / self.step_seconds}
         for name, value in self.result.items():
-            is_group = isinstance(value, dict)
-            content[name] = content.get(name, {}) | value if is_group else value
+            if isinstance(value, dict):
+                content[name] = content.get(name, {}) | value
+            else:
+                content[name] = value
         return content
 
 
 def write_example_runs(runs: Path) -> Path:
     """Write six runs: three finished (one of them after two restarts), one failed, one running, one without steps."""
-    pipeline_result = {"measured": {"idle_share": [0.2, 0.4]}, "memory": {"rank 0": 200_000_000, "rank 1": 300_000_000}}
-    SyntheticRun("mnist_pipeline", 0, 1000, result=pipeline_result).write(runs)
-    SyntheticRun("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline_result).write(
-        runs
-    )
-    measured = {"communication_seconds": 0.02, "communication_exposed": 0.5, "efficiency": 0.9}
-    data_parallel_result: dict[str, Any] = {"measured": measured, "timings": {"step_seconds": 0.05}}
+    pipeline_result: dict[str, Any] = {"measured": {"idle_share": [0.2, 0.4]}}
+    pipeline_result["memory"] = {"rank 0": 200_000_000, "rank 1": 300_000_000}
+    finished = SyntheticRun("mnist_pipeline", 0, 1000, result=pipeline_result)
+    finished.write(runs)
+    restarted = dataclasses.replace(finished, number=1, attempts=3, settings={"optim.lr": "0.05"})
+    restarted.write(runs)
+
+    data_parallel_result: dict[str, Any] = {"timings": {"step_seconds": 0.05}}
+    data_parallel_result["measured"] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "efficiency": 0.9}
     data_parallel_result["memory"] = {"rank 0": 400_000_000, "rank 1": 500_000_000}
     SyntheticRun("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=data_parallel_result).write(runs)
     SyntheticRun("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)

@@ -28,13 +28,17 @@ API_KEY = "5ec" + "0" * 36 + "7"  # the length of a W&B key
 def inspect_wandb_folder(folder: RunFolder, *options: str, wandb_folder: str = "") -> str:
     """Return the output of `wandb leet inspect` for a run: for `wandb_folder`, or for the newest folder."""
     tool = str(Path(sys.executable).with_name("wandb"))
-    argv = [tool, "leet", "inspect", "--json", *options, wandb_folder or read_tracking_status(folder)["dir"]]
+    inspected_folder = wandb_folder or read_tracking_status(folder)["dir"]
+    argv = [tool, "leet", "inspect", "--json", *options, inspected_folder]
     env = make_environment(HOME=str(folder.path.parent))
-    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    process = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    return process.stdout
 
 
-def read_records(folder: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in inspect_wandb_folder(folder).splitlines()]
+def read_records(folder: RunFolder, wandb_folder: str = "") -> list[dict[str, Any]]:
+    """Return the records of a run in `wandb_folder`, or in its newest folder of W&B."""
+    output = inspect_wandb_folder(folder, wandb_folder=wandb_folder)
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def select_records(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -116,9 +120,7 @@ def read_offline_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the rows in all of a run's offline folders, in order."""
     rows = []
     for path in sorted(folder.path.glob("wandb/offline-run-*")):
-        rows += extract_metrics(
-            [json.loads(line) for line in inspect_wandb_folder(folder, wandb_folder=str(path)).splitlines()]
-        )
+        rows += extract_metrics(read_records(folder, str(path)))
     return rows
 
 
