@@ -250,9 +250,8 @@ def execute_case(
     settings = (*list_run_settings(case.name, cache, run_length), f"processes_per_node={case.ranks}")
     elastic_settings = ("elastic=true", f"elastic.timeout={run_length.elastic_timeout}", SETUP_TIMEOUT_SETTING)
     arguments = (f"{case.name}+slow", "", f"runs={runs}", *settings, *elastic_settings)
-    process = Command(
-        [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=make_environment(), new_session=True
-    )
+    argv = [sys.executable, "-m", "tests.harness.elastic.faults", *arguments]
+    process = Command(argv, env=make_environment(), new_session=True)
     faulty_run = FaultyRun(process, runs)
     try:
         if faulty_run.wait_for_step(case.first_fault_step):

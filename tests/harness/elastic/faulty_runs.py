@@ -43,8 +43,10 @@ def train_with_faults(faults: str, *settings: str, runs: Path, name: str = "ddp_
 
 def train_on_one_rank(factory: pytest.TempPathFactory, *settings: str, name: str = "ddp_multinode") -> RunFolder:
     """Return an undisturbed run on one rank. It is trained once and shared by all tests."""
-    key = "-".join(["alone", name, *(setting for setting in settings if "/" not in setting)])
-    return run_experiment_once(factory, key, name, *SMALL_RUN_SETTINGS, *settings, "processes_per_node=1").folder
+    settings_without_paths = [setting for setting in settings if "/" not in setting]
+    key = "-".join(["one-rank", name, *settings_without_paths])
+    all_settings = (*SMALL_RUN_SETTINGS, *settings, "processes_per_node=1")
+    return run_experiment_once(factory, key, name, *all_settings).folder
 
 
 def train_and_compare(
@@ -97,7 +99,8 @@ def find_metric_differences(run: RunFolder, undisturbed: RunFolder) -> list[str]
 
 def list_world_changes(folder: RunFolder) -> list[tuple[list[int], list[int]]]:
     """Return the lost ranks and the joined ranks of each change of the world."""
-    return [(change["lost"], change["joined"]) for change in folder.result["measured"]["generations"]]
+    generations = folder.result["measured"]["generations"]
+    return [(change["lost"], change["joined"]) for change in generations]
 
 
 def list_lost_and_joined(folder: RunFolder) -> tuple[list[int], list[int]]:

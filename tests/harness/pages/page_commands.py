@@ -135,4 +135,5 @@ def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.
         name = Path(arguments[1]).stem
         small_settings = [*select_applicable_settings(name, settings), *BY_NAME[name].page_settings]
         script = [str(ROOT / arguments[1])]
-    return execution.execute_command([sys.executable, *script, *arguments[2:], *small_settings], env=make_environment())
+    argv = [sys.executable, *script, *arguments[2:], *small_settings]
+    return execution.execute_command(argv, env=make_environment())

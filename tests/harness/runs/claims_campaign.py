@@ -102,8 +102,9 @@ class ClusterRuns:
         return self.site.execute_module("slurm", "cancel", str(run.path), status=None)
 
     def read_state(self, run: RunFolder) -> str:
-        table = self.site.execute_module("slurm", "status", str(run.path), status=None).stdout.splitlines()
-        return table[-1].split()[1]
+        process = self.site.execute_module("slurm", "status", str(run.path), status=None)
+        last_row = process.stdout.splitlines()[-1]
+        return last_row.split()[1]
 
 
 @dataclasses.dataclass
@@ -123,7 +124,7 @@ class ClaimCase:
 
     def execute_commands(self) -> RunFolder:
         """Start the run, execute the commands, and check the results. Appends to `problems`."""
-        earlier_runs = set(self.target.runs.glob("*")) if self.target.runs.exists() else set()
+        earlier_runs = set(self.target.runs.glob("*"))  # empty if the folder does not exist
         starter = self.start_command("start", 0.0)
         run = wait_until(lambda: find_new_run(self.target.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
         watch = MetricsWatch(run)
@@ -217,8 +218,9 @@ class ClaimCase:
         lines = [f"{self.phase:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
         if self.problems:
             for name, process in self.executed_commands:
-                outputs = f"{process.stdout[-300:]!r} {process.stderr[-600:]!r}"
-                lines.append(f"    {name}: {process.returncode} {outputs}")
+                last_output = process.stdout[-300:]
+                last_errors = process.stderr[-600:]
+                lines.append(f"    {name}: {process.returncode} {last_output!r} {last_errors!r}")
         return "\n".join(lines)
 
 
@@ -257,8 +259,12 @@ class MetricsWatch:
         problems = []
         if self.seconds_after_cancel > MAX_STOPPING_SECONDS:
             problems.append(f"the run trained for {self.seconds_after_cancel:.1f} s after it was cancelled")
-        for (number, times), (next_number, next_times) in itertools.pairwise(sorted(self.growth_times.items())):
-            overlap = min(times[-1], next_times[-1]) - max(times[0], next_times[0])
+        for number, next_number in itertools.pairwise(sorted(self.growth_times)):
+            times = self.growth_times[number]
+            next_times = self.growth_times[next_number]
+            first_end = min(times[-1], next_times[-1])
+            last_start = max(times[0], next_times[0])
+            overlap = first_end - last_start
             if overlap > MAX_OVERLAP_SECONDS:
                 problems.append(f"attempts {number} and {next_number} trained together for {overlap:.1f} s")
         return problems
@@ -314,7 +320,8 @@ def execute_case(
         case.resume_until_finished(run)
     case.losses = list_losses(run)
     steps = TOTAL_STEPS if resumes_until_finished else len(case.losses)
-    if [step for step, _ in case.losses] != list(range(1, steps + 1)):
+    logged_steps = [step for step, _ in case.losses]
+    if logged_steps != list(range(1, steps + 1)):
         case.problems.append("the metrics do not contain each step once")
     print(f"{run.path.name}  {case.describe()}", flush=True)
     if not case.problems:

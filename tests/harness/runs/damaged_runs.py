@@ -61,7 +61,8 @@ def replace_values_by_other_types(content: bytes) -> bytes:
         fields = read_first_object(content).items()
     except (ValueError, AttributeError):
         return b"seed: [1]\ndata: 5\n"
-    return json.dumps({name: VALUES_OF_OTHER_TYPES[type(field)] for name, field in fields}).encode() + b"\n"
+    replaced = {name: VALUES_OF_OTHER_TYPES[type(field)] for name, field in fields}
+    return json.dumps(replaced).encode() + b"\n"
 
 
 def drop_keys(content: bytes) -> bytes:
@@ -97,7 +98,8 @@ def compute_digests(folder: Path) -> dict[str, str]:
     digests = {}
     for path in folder.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
-            digests[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+            name = str(path.relative_to(folder))
+            digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digests
 
 
@@ -137,7 +139,8 @@ def check_all_commands(run: Path) -> None:
         "sync": ["sync", runs_option, "--dry-run=1"],
     }
     for name, template in RUN_COMMANDS.items():
-        commands[name] = [argument.replace("{}", str(run)) for argument in template.split(" ")]
+        arguments = template.split(" ")
+        commands[name] = [argument.replace("{}", str(run)) for argument in arguments]
 
     for name, arguments in commands.items():
         process = in_process_calls.call_verb(*arguments)

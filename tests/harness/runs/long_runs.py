@@ -32,12 +32,8 @@ ENDLESS_SETTINGS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
 @contextlib.contextmanager
 def start_long_run(name: str, *settings: str, runs: Path, real_process: bool = False, **env: str) -> Iterator[Command]:
     """Start an experiment in a new session, and wait for the first row of metrics. Kill it after the block."""
-    process = Command(
-        make_run_command(name, *settings, runs=runs),
-        env=make_environment(**env),
-        new_session=True,
-        real_process=real_process,
-    )
+    argv = make_run_command(name, *settings, runs=runs)
+    process = Command(argv, env=make_environment(**env), new_session=True, real_process=real_process)
     try:
         wait_until(lambda: has_metrics(runs) or process.poll() is not None, "the run trains")
         assert process.poll() is None, process.stdout + process.stderr
@@ -74,8 +70,10 @@ def list_rank_pids(process: Command) -> list[int]:
 
 def check_stop_request(entry: Entry, number: signal.Signals, quick: tuple[str, ...], runs: Path) -> None:
     """Send a stop request at a random time in training. The run saves its last step, reports it, and exits."""
-    with start_long_run(entry.name, *quick, *entry.make_rank_settings(2), *ENDLESS_SETTINGS, runs=runs) as process:
-        time.sleep(create_random(f"{entry.name}-{number.name}").random())
+    settings = (*quick, *entry.make_rank_settings(2), *ENDLESS_SETTINGS)
+    delay = create_random(f"{entry.name}-{number.name}").random()
+    with start_long_run(entry.name, *settings, runs=runs) as process:
+        time.sleep(delay)
         process.send_signal(number)
         out, err = process.communicate(WAIT_TIMEOUT)
         is_interrupt = number == signal.SIGINT

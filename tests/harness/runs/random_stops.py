@@ -97,7 +97,7 @@ def run_uninterrupted(images: Path, folder: Path) -> tuple[RunFolder, float]:
 
 def describe_progress(folder: Path) -> str:
     """Return the phase or the last step of a run."""
-    paths = list((folder / "runs").glob("*")) if (folder / "runs").exists() else []
+    paths = list((folder / "runs").glob("*"))  # empty if the folder does not exist
     if not paths:
         return "preparing"
     run = RunFolder(paths[0])

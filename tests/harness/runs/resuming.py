@@ -34,9 +34,8 @@ def train_uninterrupted(
 ) -> FinishedRun:
     """Return an uninterrupted run on `ranks` ranks. All tests share it, and none of them may change its folder."""
     key = f"uninterrupted-{entry.name}-{ranks}"
-    run = run_experiment_once(
-        factory, key, entry.name, *quick, *entry.make_rank_settings(ranks), "data.block=2", ONE_THREAD
-    )
+    settings = (*quick, *entry.make_rank_settings(ranks), "data.block=2", ONE_THREAD)
+    run = run_experiment_once(factory, key, entry.name, *settings)
     assert run.returncode == 0, run.stderr
     return run
 
@@ -128,7 +127,8 @@ def find_differences(run: RunFolder, other_run: RunFolder) -> list[str]:
     state = load_final_state(run)
     other_state = load_final_state(other_run)
     for name in sorted(state.keys() | other_state.keys()):
-        if name not in state or name not in other_state or not torch.equal(state[name], other_state[name]):
+        is_in_both = name in state and name in other_state
+        if not is_in_both or not torch.equal(state[name], other_state[name]):
             differing.append(name)
     return differing
 

@@ -34,7 +34,10 @@ class WandbRequestHandler(BaseHTTPRequestHandler):
                 file.write(json.dumps({"path": self.path, "body": content}) + "\n")
         if self.path.endswith("/file_stream"):
             store_lines(self.path.split("/")[-2], content.get("files") or {})
-        self.answer(make_reply(content) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
+        if self.path == "/graphql":
+            self.answer(make_reply(content))
+        else:
+            self.answer({"exitcode": None, "limits": {}})
 
     def do_GET(self) -> None:
         self.answer({})

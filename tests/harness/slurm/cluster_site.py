@@ -59,7 +59,8 @@ class Site:
 
     def format_settings_option(self, runs: str, *additional: str, name: str = "mnist_pipeline") -> str:
         """Return the option --args of a small run on the digits."""
-        settings = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
+        settings = ["data.name=digits", "data.test_limit=500"]
+        settings += [f"data.cache={self.cache}", f"runs={self.runs / runs}"]
         return "--args=" + " ".join(select_applicable_settings(name, [*settings, *additional]))
 
     def submit(

@@ -42,7 +42,8 @@ def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
 def start_command(command: tuple[str, ...], clone: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start a command in the clone without the options of an outer pytest. Its output goes to the log."""
     with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=clone, env=make_environment(PYTEST_ADDOPTS=""), stdout=file, stderr=file)
+        env = make_environment(PYTEST_ADDOPTS="")
+        return subprocess.Popen(command, cwd=clone, env=env, stdout=file, stderr=file)
 
 
 def check_clone(clone: Path) -> dict[str, str]:

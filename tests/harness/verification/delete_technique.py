@@ -34,7 +34,8 @@ GIT_COMMAND = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@loc
 def list_committed_files(folder: Path) -> list[str]:
     """Return the files of a folder in the commit that is checked out."""
     command = ["git", "ls-tree", "-r", "--name-only", "HEAD", "--", str(folder)]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return process.stdout.splitlines()
 
 
 def clone_checkout(clone: Path) -> None:
@@ -71,7 +72,8 @@ def copy_bytecode(clone: Path) -> None:
 def find_files(clone: Path, technique: str, experiment: str) -> list[Path]:
     """Return the files of a technique: its folder, and the files that are named after it or its experiment."""
     is_named = re.compile(rf"(^|_)({technique}|{experiment})(_|\.)")
-    files = [path for path in (clone / "common/techniques" / technique).rglob("*") if path.is_file()]
+    technique_folder = clone / "common/techniques" / technique
+    files = [path for path in technique_folder.rglob("*") if path.is_file()]
     for folder in ("experiments", "configs", "tests"):
         files += [path for path in (clone / folder).rglob("*.*") if is_named.search(path.name)]
     return files
@@ -81,7 +83,8 @@ def list_shown_parts(pages: list[Path]) -> set[str]:
     """Return the recorded parts that pages show."""
     parts: set[str] = set()
     for page in pages:
-        parts.update(match.group(2) for match in tables.MARKED.finditer(page.read_text()))
+        matches = tables.MARKED.finditer(page.read_text())
+        parts.update(match.group(2) for match in matches)
     return parts
 
 

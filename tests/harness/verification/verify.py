@@ -80,9 +80,8 @@ def execute_step(step: VerificationStep, log: Path) -> tuple[int, float]:
     """Execute a step. Return its exit status and its duration in seconds. Its output goes to a log file."""
     started = time.monotonic()
     with open(log, "w") as file:
-        process = subprocess.run(
-            step.command, cwd=ROOT, env=os.environ | dict(step.environment), stdout=file, stderr=file, check=False
-        )
+        env = os.environ | dict(step.environment)
+        process = subprocess.run(step.command, cwd=ROOT, env=env, stdout=file, stderr=file, check=False)
     return process.returncode, time.monotonic() - started
 
 
