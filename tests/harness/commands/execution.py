@@ -30,9 +30,7 @@ STARTUP_VARIABLE_PREFIXES = (  # of variables that are read when an interpreter 
 SOCKET_VARIABLE = "FORK_SERVER_SOCKET"  # path of the socket of the server that pytest has started for its workers
 COMMAND_PACKAGES = ("common", "slurm")  # packages with modules that are executed as commands
 NO_FORK_VARIABLE = "FORK_SERVER_DISABLED"  # set for a command whose child processes must all be real ones
-INDUCTOR_CACHE_VARIABLE = (
-    "TORCHINDUCTOR_CACHE_DIR"  # torch's compiler sets it in a process that imports it, such as this one
-)
+INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # set by torch's compiler in each process that imports it
 
 
 class ForkServer:
