@@ -52,9 +52,8 @@ def runs(tmp_path: Path) -> Path:
 
 def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
-    completed = execution.execute_command(
-        [sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=make_environment()
-    )
+    argv = [sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"]
+    completed = execution.execute_command(argv, env=make_environment())
     assert completed.returncode == 0, completed.stderr
     assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
     assert files(runs) == before

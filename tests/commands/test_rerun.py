@@ -53,9 +53,8 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     (old / "code" / provenance.CHECKSUMS).unlink()
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    completed = execution.execute_command(
-        [sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=make_environment()
-    )
+    argv = [sys.executable, "-m", "slurm", "rerun", "--", str(old)]
+    completed = execution.execute_command(argv, env=make_environment())
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert differing(completed.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
     assert "losses      bitwise equal in 12 steps" in completed.stdout

@@ -55,9 +55,8 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
     (folder.path / "wandb/offline-run-1").mkdir(parents=True)
     (folder.path / "wandb/offline-run-1/run.wandb").touch()
     env = make_environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
-    completed = execution.execute_command(
-        [sys.executable, "-m", "slurm", "sync", f"--runs-folder={tmp_path / 'runs'}"], env=env
-    )
+    argv = [sys.executable, "-m", "slurm", "sync", f"--runs-folder={tmp_path / 'runs'}"]
+    completed = execution.execute_command(argv, env=env)
     assert completed.returncode == 2
     assert "no W&B account is configured" in completed.stderr
     assert "wandb login" in completed.stderr

@@ -60,9 +60,8 @@ def test_a_program_that_cannot_be_written_or_run_is_reported(tmp_path: Path) -> 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
     arguments = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
-    completed = run_experiment(
-        "sparse_prune", *images, *arguments, "processes_per_node=2", "launch.threads=1", "int8=false", runs=tmp_path
-    )
+    settings = (*images, *arguments, "processes_per_node=2", "launch.threads=1", "int8=false")
+    completed = run_experiment("sparse_prune", *settings, runs=tmp_path)
     assert completed.returncode == 0, completed.stderr
     result = completed.result
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])

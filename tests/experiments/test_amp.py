@@ -197,9 +197,8 @@ def test_images_and_filters_have_the_requested_memory_format(channels_last: bool
 
 def test_the_sweep_of_precisions_compares_costs_and_losses(tmp_path: Path, cache: Path) -> None:
     quick = ("data.name=digits", f"data.cache={cache}", "model=mlp", "data.test_limit=100", "steps=3", "repeats=1")
-    completed = run_experiment(
-        "amp_accum", *quick, "sweep=true", "accumulate=2", "launch.threads=1", runs=tmp_path, timeout=240
-    )
+    settings = (*quick, "sweep=true", "accumulate=2", "launch.threads=1")
+    completed = run_experiment("amp_accum", *settings, runs=tmp_path, timeout=240)
     assert completed.returncode == 0, completed.stderr
     (folder,) = (tmp_path / "sweeps").iterdir()
     with open(folder / "table.csv") as file:

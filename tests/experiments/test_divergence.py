@@ -11,9 +11,8 @@ from tests.harness.commands.processes import run_experiment
 
 
 def test_divergence_in_the_last_steps_fails_the_run(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    completed = run_experiment(
-        "mnist_pipeline", *quick, "checkpoint.every_steps=0", "optim.lr=30", "steps=13", runs=tmp_path
-    )
+    settings = (*quick, "checkpoint.every_steps=0", "optim.lr=30", "steps=13")
+    completed = run_experiment("mnist_pipeline", *settings, runs=tmp_path)
     assert completed.returncode == 2
     assert "the loss of step" in completed.stderr
     assert completed.folder.result["state"] == "failed"

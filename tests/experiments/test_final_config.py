@@ -16,9 +16,8 @@ def test_values_that_a_run_chooses_are_stored_beside_the_config(tmp_path: Path, 
     quick = ("steps=3", "data.test_limit=100", f"data.cache={cache}", f"runs={tmp_path / 'runs'}", "launch.threads=1")
     automatic = ("balance=time", "launch.backend=builtin", "launch.algorithm=auto", "data.download_timeout=0")
     argv = [sys.executable, "-m", "tests.harness.runs.final_config", *quick, *automatic]
-    completed = execution.execute_command(
-        argv, env=make_environment(DATA_ROOT=str(tmp_path)), timeout=120
-    )  # without MNIST
+    env = make_environment(DATA_ROOT=str(tmp_path))  # without MNIST
+    completed = execution.execute_command(argv, env=env, timeout=120)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "config unchanged on all ranks: [True, True]" in completed.stdout
 

@@ -256,9 +256,8 @@ def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) ->
 
     message = "was resumed with different settings (steps 40 -> 50)"
     check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), message)
-    repeated = run_experiment(
-        REPLICATED_ENTRY.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again"
-    )
+    arguments = ("--config", str(folder.path / "config.yaml"))
+    repeated = run_experiment(REPLICATED_ENTRY.name, *arguments, runs=tmp_path / "again")
     assert repeated.returncode == 2
     assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.stderr
     assert not (tmp_path / "again").exists()

@@ -11,7 +11,7 @@ from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import run_experiment_once
 
 SEED = "37"
-CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and strikes that come soon
+CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and faults that come soon
 
 
 @pytest.mark.parametrize("number", draw_cases("elastic campaign", CASES, 5))

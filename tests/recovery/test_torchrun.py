@@ -58,9 +58,8 @@ def test_a_restart_by_torchrun_resumes_in_the_same_folder(tmp_path: Path, digits
 def test_torchrun_starts_the_same_script(tmp_path: Path, digits: tuple[str, ...]) -> None:
     without_torchrun = run_experiment("mnist_pipeline", *digits, runs=tmp_path / "without_torchrun")
     script = make_run_command("mnist_pipeline", *digits, runs=tmp_path / "torchrun")[1:]
-    completed = execution.execute_command(
-        [*torchrun(), *script], env=make_environment(), timeout=WAIT_TIMEOUT, real_process=True
-    )
+    argv = [*torchrun(), *script]
+    completed = execution.execute_command(argv, env=make_environment(), timeout=WAIT_TIMEOUT, real_process=True)
     assert completed.returncode == 0, completed.stderr
     folder = get_only_run(tmp_path / "torchrun")
     assert len(folder.list_attempts()) == 1
