@@ -46,7 +46,8 @@ class ForkServer:
     @classmethod
     def start(cls) -> None:
         """Start a server for this process and its child processes."""
-        cls._path = str(Path(tempfile.mkdtemp(prefix="fork-server-")) / "socket")
+        folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
+        cls._path = str(folder / "socket")
         os.environ[SOCKET_VARIABLE] = cls._path
         argv = [sys.executable, "-m", "tests.harness.commands.fork_server", cls._path]
         environ = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
@@ -75,7 +76,8 @@ class ForkServer:
     def get_start_variables(cls) -> dict[str, str]:
         """Return the variables that were read at the start of the server, or would be read at its start."""
         if cls._start_variables is None:
-            return select_startup_variables(os.environ, find_source_root(os.environ))
+            source_root = find_source_root(os.environ)
+            return select_startup_variables(os.environ, source_root)
         return cls._start_variables
 
     @classmethod
@@ -187,7 +189,9 @@ def receive_interrupts() -> None:
 
 def read_from_start(file: IO[bytes]) -> str:
     """Return the content of a file without moving its position."""
-    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+    descriptor = file.fileno()
+    size = os.fstat(descriptor).st_size
+    return os.pread(descriptor, size, 0).decode()
 
 
 def find_source_root(env: Mapping[str, str]) -> Path:
@@ -212,7 +216,10 @@ def can_fork(argv: Sequence[str], env: Mapping[str, str], cwd: Path, root: Path 
 
 def select_startup_variables(env: Mapping[str, str], root: Path = ROOT) -> dict[str, str]:
     """Return variables that are read when an interpreter or a library starts, without the import path of `root`."""
-    variables = {name: value for name, value in env.items() if name.startswith(STARTUP_VARIABLE_PREFIXES)}
+    variables = {}
+    for name, value in env.items():
+        if name.startswith(STARTUP_VARIABLE_PREFIXES):
+            variables[name] = value
     variables.pop(INDUCTOR_CACHE_VARIABLE, None)
     if variables.get("PYTHONPATH") == str(root):
         del variables["PYTHONPATH"]

@@ -76,7 +76,12 @@ def mask_folder_names(text: str, runs: Path) -> str:
 def read_all_files(runs: Path) -> dict[str, Any]:
     """Read all files of the only run in a folder."""
     path = get_only_run(runs).path
-    return {str(file.relative_to(path)): read_masked(file, runs) for file in path.rglob("*") if file.is_file()}
+    contents = {}
+    for file in path.rglob("*"):
+        if file.is_file():
+            name = str(file.relative_to(path))
+            contents[name] = read_masked(file, runs)
+    return contents
 
 
 def execute_forked_and_real(argv: Callable[[Path], list[str]], folder: Path) -> list[CompletedProcess[str]]:
@@ -85,7 +90,9 @@ def execute_forked_and_real(argv: Callable[[Path], list[str]], folder: Path) -> 
     for name, real in (("fork", False), ("real", True)):
         runs = folder / name
         process = execution.execute_command(argv(runs), env=make_environment(), timeout=WAIT_TIMEOUT, real_process=real)
-        process.stdout = MEASURED_OUTPUT.sub("*", mask_folder_names(process.stdout, runs))
-        process.stderr = MEASURED_OUTPUT.sub("*", mask_folder_names(process.stderr, runs))
+        stdout = mask_folder_names(process.stdout, runs)
+        stderr = mask_folder_names(process.stderr, runs)
+        process.stdout = MEASURED_OUTPUT.sub("*", stdout)
+        process.stderr = MEASURED_OUTPUT.sub("*", stderr)
         processes.append(process)
     return processes

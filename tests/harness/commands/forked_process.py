@@ -72,7 +72,8 @@ def set_command_line(arguments: list[str], env: Mapping[str, str], root: Path) -
         search_path.insert(0, str(Path.cwd() if is_module else Path(arguments[0]).parent))
     sys.path[:] = search_path
     loaded = sys.modules.get("common")
-    if loaded is None or Path(loaded.__path__[0]).parent != root:
+    loaded_root = Path(loaded.__path__[0]).parent if loaded else None
+    if loaded_root != root:
         for name in list(sys.modules):
             if name.partition(".")[0] in PROJECT_PACKAGES:
                 del sys.modules[name]
@@ -135,7 +136,8 @@ def is_forkable(options: Mapping[str, Any]) -> bool:
         return False
     if not argv[1].endswith(".py") and argv[2].partition(".")[0] not in execution.COMMAND_PACKAGES:
         return False
-    return len(list(Path("/proc/self/task").iterdir())) == 1  # a fork would lose other threads
+    threads = list(Path("/proc/self/task").iterdir())
+    return len(threads) == 1  # a fork would lose other threads
 
 
 def drop_inherited_state(streams: Sequence[int]) -> bool:
@@ -145,8 +147,10 @@ def drop_inherited_state(streams: Sequence[int]) -> bool:
     locks are released.
     """
     with open(os.devnull, "r+b", buffering=0) as null_file:
-        for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if descriptor > 2 and descriptor not in streams and descriptor != null_file.fileno():
+        kept_descriptors = {0, 1, 2, *streams, null_file.fileno()}
+        descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+        for descriptor in descriptors:
+            if descriptor not in kept_descriptors:
                 with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
                     os.fstat(descriptor)
                     os.dup2(null_file.fileno(), descriptor, inheritable=False)

@@ -32,9 +32,8 @@ def record_slurm_arguments(folder: Path, *make_arguments: str) -> list[str]:
     """Return the arguments of `python -m slurm` that `make` with these arguments executes."""
     write_script(folder / ".venv/bin/python", "printf '%s\\0' \"$@\" > arguments; env -0 > environ")
     argv = ["make", *make_arguments]
-    process = subprocess.run(
-        argv, cwd=folder, env=make_environment(), capture_output=True, text=True, timeout=60, check=False
-    )
+    env = make_environment()
+    process = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert process.returncode == 0, process.stderr
     python_arguments = take_null_separated(folder / "arguments")
     assert python_arguments[:3] == ["-m", "slurm", "--make"]

@@ -95,12 +95,9 @@ def select_applicable_settings(name: str, settings: Iterable[str]) -> list[str]:
 
 def make_run_command(name: str, *settings: str, runs: Path) -> list[str]:
     """Return the command line that trains an experiment."""
-    return [
-        sys.executable,
-        str(ROOT / "experiments" / f"{name}.py"),
-        f"runs={runs}",
-        *select_applicable_settings(name, settings),
-    ]
+    script = str(ROOT / "experiments" / f"{name}.py")
+    applicable_settings = select_applicable_settings(name, settings)
+    return [sys.executable, script, f"runs={runs}", *applicable_settings]
 
 
 def run_experiment(

@@ -212,7 +212,10 @@ class FaultyRun:
         if fault.hits_new_process and self.newest_process in running:
             return self.newest_process
         candidates = [pid for pid in running if pid != self.newest_process] or running
-        return candidates[int(fault.rank_choice * len(candidates))] if candidates else 0
+        if not candidates:
+            return 0
+        index = int(fault.rank_choice * len(candidates))
+        return candidates[index]
 
     def execute_fault(self, fault: ScheduledFault) -> str:
         """Execute a fault, and describe it."""
@@ -279,7 +282,8 @@ def check_outcome(case: CampaignCase, faulty_run: FaultyRun, undisturbed: RunFol
     """Return how a run has ended. Raises AssertionError if it should have ended in another way."""
     (path,) = faulty_run.runs.iterdir()
     folder = RunFolder(path)
-    logs = [file.read_text(errors="replace") for file in path.glob("attempts/*/logs/rank-*.log")]
+    log_files = path.glob("attempts/*/logs/rank-*.log")
+    logs = [file.read_text(errors="replace") for file in log_files]
     is_stuck = any(STUCK_REASON in log for log in logs)
     note = ", a rank was stuck in gloo" if is_stuck else ""
     if faulty_run.process.returncode == 0:
@@ -291,7 +295,8 @@ def check_outcome(case: CampaignCase, faulty_run: FaultyRun, undisturbed: RunFol
     assert reasons, f"the run ended with status {faulty_run.process.returncode} without a permitted reason"
     if not is_stuck:
         check_end_reasons(reasons, case, faulty_run)
-    last_step = max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
+    checkpoints = storage.list_resumable_checkpoints(folder)
+    last_step = max((checkpoint.step for checkpoint in checkpoints), default=0)
     resumed = resume_run(ENTRY_BY_NAME[case.name], folder)
     assert resumed.returncode == 0, f"the resumed run failed: {resumed.stderr}"
     if last_step:

@@ -59,7 +59,8 @@ def train_and_compare(
     """
     for number in range(MAX_TRIES):
         process = train_with_faults(faults, *settings, runs=runs / str(number), name=name)
-        logs = [file.read_text() for file in process.folder.path.glob("attempts/*/logs/rank-*.log")]
+        log_files = process.folder.path.glob("attempts/*/logs/rank-*.log")
+        logs = [file.read_text() for file in log_files]
         is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
         if is_stuck and EndReason.SHARD_LOST.value in process.stderr:
             resumed = resume_run(ENTRY_BY_NAME[name], process.folder)
@@ -92,7 +93,8 @@ def find_metric_differences(run: RunFolder, undisturbed: RunFolder) -> list[str]
     problems = []
     for row, expected in zip(rows, expected_rows, strict=True):
         for name in ("loss", "test_loss", "test_accuracy", "samples", "skipped"):
-            if abs(row.get(name, 0.0) - expected.get(name, 0.0)) > 1e-9:
+            difference = row.get(name, 0.0) - expected.get(name, 0.0)
+            if abs(difference) > 1e-9:
                 problems.append(f"step {row['global_step']}: {name} {row.get(name)}, expected {expected.get(name)}")
     return problems
 

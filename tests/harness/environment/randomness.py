@@ -39,7 +39,8 @@ def read_commit_seed() -> str:
     All workers of a test run must draw the same cases.
     """
     command = ["git", "rev-parse", "--short=12", "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = process.stdout.strip()
     return os.environ.get(SEED_VARIABLE) or commit or "0"
 
 
@@ -48,5 +49,6 @@ def draw_cases(name: str, cases: Sequence[Item], count: int) -> list[Item]:
     if os.environ.get(ALL_CASES_VARIABLE):
         return list(cases)
     stream = random.Random(f"{read_commit_seed()}/{name}")
-    positions = stream.sample(range(len(cases)), min(count, len(cases)))
+    drawn_count = min(count, len(cases))
+    positions = stream.sample(range(len(cases)), drawn_count)
     return [cases[position] for position in sorted(positions)]

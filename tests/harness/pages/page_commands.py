@@ -91,7 +91,8 @@ def execute_make_target(arguments: list[str], folder: Path, page_runs: Path) -> 
     """Execute a make target in a folder with runs and configs."""
     (folder / "runs").symlink_to(page_runs / "runs")
     (folder / "configs").symlink_to(ROOT / "configs")
-    ids = iter(sorted(path.name for path in (page_runs / "runs").glob("*-*")))
+    run_names = sorted(path.name for path in (page_runs / "runs").glob("*-*"))
+    ids = iter(run_names)
     arguments = [re.sub("<id>", lambda _: next(ids), argument) for argument in arguments]
     if shlex.join(arguments) in REAL_MAKE_COMMANDS:
         return subprocess.run(

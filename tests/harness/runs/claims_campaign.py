@@ -195,7 +195,8 @@ class ClaimCase:
             has_trained = isinstance(self.target, LocalRuns) and name != "cancel"
             if has_trained and process.returncode == 0 and not is_finished:
                 self.problems.append(f"{name}: exit status 0, but no result is finished: {output}")
-        tables = [log for log in run.path.glob("attempts/*/logs/rank-*.log") if "test accuracy" in log.read_text()]
+        logs = run.path.glob("attempts/*/logs/rank-*.log")
+        tables = [log for log in logs if "test accuracy" in log.read_text()]
         if tables and not is_finished:
             self.problems.append(f"{tables} have a final table, but no result is finished")
 
@@ -215,7 +216,9 @@ class ClaimCase:
 
     def describe(self) -> str:
         """Return a line about the case and, if there is a problem, the outputs of the commands."""
-        lines = [f"{self.phase:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
+        commands = " + ".join(self.commands)
+        problems = "; ".join(self.problems)
+        lines = [f"{self.phase:<9} {commands:<16} {problems or 'passed'}"]
         if self.problems:
             for name, process in self.executed_commands:
                 last_output = process.stdout[-300:]
@@ -248,7 +251,8 @@ class MetricsWatch:
 
     def record_training_after_cancel(self) -> None:
         if self.folder.result.get("state") == "cancelled":
-            seconds = time.time() - (self.folder.path / "result.json").stat().st_mtime
+            result_file = self.folder.path / "result.json"
+            seconds = time.time() - result_file.stat().st_mtime
             self.seconds_after_cancel = max(self.seconds_after_cancel, seconds)
 
     def stop(self) -> None:

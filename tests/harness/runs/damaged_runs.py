@@ -50,7 +50,8 @@ def read_first_object(content: bytes) -> Any:
 def replace_values_by_null(content: bytes) -> bytes:
     """Replace every value of a JSON object by null."""
     try:
-        return json.dumps(dict.fromkeys(read_first_object(content))).encode() + b"\n"
+        nulls = dict.fromkeys(read_first_object(content))
+        return json.dumps(nulls).encode() + b"\n"
     except (ValueError, TypeError):
         return b"null: null\n"
 
@@ -68,7 +69,8 @@ def replace_values_by_other_types(content: bytes) -> bytes:
 def drop_keys(content: bytes) -> bytes:
     """Remove every second key of a JSON object and of the objects in it."""
     try:
-        return json.dumps(drop_every_second_key(read_first_object(content))).encode() + b"\n"
+        remaining = drop_every_second_key(read_first_object(content))
+        return json.dumps(remaining).encode() + b"\n"
     except ValueError:
         return b"seed: 0\n"
 

@@ -56,7 +56,8 @@ def copy_as_interrupted(folder: RunFolder, step: int, target_folder: Path) -> Ru
             (storage.get_checkpoints_dir(attempt) / pointer).unlink()
     rows = attempt.metrics_file.read_text().splitlines(keepends=True)
     kept_rows = rows[: step - first_step + 2]
-    attempt.metrics_file.write_text("".join(kept_rows) + '{"global_step": 99, "lo')
+    partial_row = '{"global_step": 99, "lo'
+    attempt.metrics_file.write_text("".join(kept_rows) + partial_row)
     return copy
 
 
@@ -143,7 +144,8 @@ def check_resume(
 ) -> RunFolder:
     """Interrupt a copy of a run after a random checkpoint, resume it, and compare the two runs bit for bit."""
     (attempt,) = complete_run.folder.list_attempts()
-    step = create_random(seed_name).choice(storage.list_checkpoints(attempt)[:-1]).step
+    checkpoints = storage.list_checkpoints(attempt)
+    step = create_random(seed_name).choice(checkpoints[:-1]).step
     folder = copy_as_interrupted(complete_run.folder, step, target_folder)
     process = resume_run(entry, folder, *arguments, real_process=real_process)
     assert process.returncode == 0, f"resumed after step {step}: {process.stderr}"

@@ -40,7 +40,9 @@ def run_sweep(file: Path, *options: str, real_process: bool = False) -> subproce
 
 def read_cells(file: Path) -> list[dict[str, Any]]:
     """Return the cells of the sweep of a grid: each point with its run and state."""
-    return list(read_json(file.parent / "runs" / "sweeps" / "rates" / "sweep.json")["cells"])
+    sweep_folder = file.parent / "runs" / "sweeps" / "rates"
+    sweep_record = read_json(sweep_folder / "sweep.json")
+    return list(sweep_record["cells"])
 
 
 def write_interrupted_sweep(folder: Path, points: list[dict[str, str]], *states: str) -> list[str]:

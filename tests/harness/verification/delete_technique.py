@@ -125,7 +125,8 @@ def delete_technique(technique: str, clone: Path) -> None:
     shutil.rmtree(clone / "common/techniques" / technique)
 
     pages = [page for page in clone.rglob("*.md") if page.name != "CHANGELOG.md"]
-    delete_records(clone / "tests/benchmarks/recorded", parts_of_deleted_pages - list_shown_parts(pages))
+    unused_parts = parts_of_deleted_pages - list_shown_parts(pages)
+    delete_records(clone / "tests/benchmarks/recorded", unused_parts)
     in_code = "|".join([technique, experiment, *tests])
     links = "|".join(re.escape(file.name) for file in files)
     is_deleted = re.compile(rf"`(?:{in_code})`|\]\([^)]*\b(?:{links})[#)]")
