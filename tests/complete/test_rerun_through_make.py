@@ -37,8 +37,8 @@ def read_losses(folder: RunFolder) -> list[float]:
 def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place: Path, tmp_path: Path) -> None:
     arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
     old = run_experiment("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
-    handed_over = make_targets.record_slurm_arguments(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
-    completed = execution.execute_command([sys.executable, "-m", "slurm", *handed_over], env=make_environment())
+    slurm_arguments = make_targets.record_slurm_arguments(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
+    completed = execution.execute_command([sys.executable, "-m", "slurm", *slurm_arguments], env=make_environment())
     assert completed.returncode == rerun.DIFFERENT, completed.stdout + completed.stderr
     assert list_differences(completed) == ["seed: was 0, now 1"]
     match = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", completed.stdout)
