@@ -13,7 +13,7 @@ from common.runs.result import parse_result
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, environment, finish
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
-from tests.harness.commands.processes import processes_of
+from tests.harness.commands.processes import find_processes
 
 NAME = "mnist_pipeline"
 MODES = ("disabled", "offline")
@@ -34,7 +34,7 @@ def make_task(scratch: Path, run_name: str, mode: str) -> Task:
         settings = ("epochs=1000", f"wandb.mode={mode}", *RUNS[run_name])
         start = time.perf_counter()
         folder = finish(scratch, run_name, NAME, *settings, env=environment(mode))
-        while processes_of(str(folder.path.parent)):
+        while find_processes(str(folder.path.parent)):
             time.sleep(POLL_SECONDS)
         wall = time.perf_counter() - start
         step_seconds = parse_result(folder.result).flatten_values()["step_seconds"]

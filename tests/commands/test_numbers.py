@@ -15,7 +15,7 @@ from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
 from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record, Row, Table, at_least, at_most
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 PAGES = tables.list_pages()
 NARRATIVE = [page for page in PAGES if page.parent in (ROOT, ROOT / "experiments") or ROOT / "common" in page.parents]

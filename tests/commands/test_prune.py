@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
 def prune(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return in_process.run_verb("prune-runs", f"--runs-folder={runs}", *arguments)
+    return in_process_calls.call_verb("prune-runs", f"--runs-folder={runs}", *arguments)
 
 
 def files(folder: Path) -> set[str]:
@@ -32,7 +32,7 @@ def runs(tmp_path: Path) -> Path:
     outside.mkdir()
     (outside / "precious").write_text("x")
     for number, state in enumerate(("finished", "failed", "running")):
-        folder = Made("ddp_multinode", number, 20, state=state).write(place)
+        folder = SyntheticRun("ddp_multinode", number, 20, state=state).write(place)
         attempt_folder = folder.list_attempts()[0].attempt_folder
         checkpoint = attempt_folder / "checkpoints/step-00000010"
         checkpoint.mkdir(parents=True)
@@ -52,7 +52,8 @@ def runs(tmp_path: Path) -> Path:
 
 def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
-    completed = warm.execute([sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"], env=environment())
+    argv = [sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"]
+    completed = execution.execute_command(argv, env=make_environment())
     assert completed.returncode == 0, completed.stderr
     assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
     assert files(runs) == before

@@ -25,12 +25,12 @@ from configs import ddp_multinode, mnist_pipeline
 from configs.profile import Profile
 from configs.shared import TrainingExperiment
 from slurm.launch import rerun
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment, run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment, run_experiment
 from tests.harness.custom_code.examples import write_example, write_schedule
-from tests.harness.experiments.registry import EXPERIMENTS
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.experiments.registry import ENTRIES
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -44,7 +44,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     file = write_example(tmp_path)
     order = write_schedule(tmp_path)
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"schedule={order}:own", *QUICK)
-    old = run("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
+    old = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
     file.unlink()
     order.unlink()
     shutil.rmtree(tmp_path / "sets")
@@ -53,7 +53,8 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     (old / "code" / provenance.CHECKSUMS).unlink()
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"packages": meta["packages"] | {"numpy": "1.0"}})
-    completed = warm.execute([sys.executable, "-m", "slurm", "rerun", "--", str(old)], env=environment())
+    argv = [sys.executable, "-m", "slurm", "rerun", "--", str(old)]
+    completed = execution.execute_command(argv, env=make_environment())
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert differing(completed.stdout) == [f"package numpy: was 1.0, now {np.__version__}"]
     assert "losses      bitwise equal in 12 steps" in completed.stdout
@@ -70,7 +71,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
 
 
 def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path) -> None:
-    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
+    old = SyntheticRun("ddp_multinode", 1, 20).write(tmp_path / "old")
     (old.path / "code/own").mkdir(parents=True)
     (old.path / "code/own/data.py").write_text("the file of then")
     file = write_example(tmp_path)
@@ -83,7 +84,7 @@ def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path)
 
 def make_run_with_custom_files(experiment: str, cfg: TrainingExperiment, tmp_path: Path) -> RunFolder:
     """Return the folder of a run that stores the custom files of its config."""
-    old = Made(experiment, 1, 20).write(tmp_path / "old")
+    old = SyntheticRun(experiment, 1, 20).write(tmp_path / "old")
     provenance.copy_custom_files(cfg, old.path / "code")
     return old
 
@@ -148,7 +149,7 @@ def test_a_repetition_stores_the_files_of_a_custom_optimizer_and_decay(tmp_path:
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
+    old = SyntheticRun("mnist_pipeline", 1, 20).write(tmp_path / "old")
     for steps, equal in ((20, True), (19, False), (21, False)):
         new = RunFolder(tmp_path / f"new-{steps}" / old.path.name)
         shutil.copytree(old.path, new.path)
@@ -163,12 +164,12 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
 def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path / "data")
     settings = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
-    old = run("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
+    old = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
     (file,) = (tmp_path / "data").glob("digits-*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    completed = in_process.run_verb("rerun", "--", str(old))
+    completed = in_process_calls.call_verb("rerun", "--", str(old))
     assert completed.returncode == 2
     (line,) = differing(completed.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): was ")
@@ -176,18 +177,18 @@ def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: P
     assert completed.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old]
     assert "\nsame " not in completed.stdout
-    completed = in_process.run_verb("rerun", "--args=seed=1", "--", str(old))
+    completed = in_process_calls.call_verb("rerun", "--args=seed=1", "--", str(old))
     assert differing(completed.stdout) == ["seed: was 0, now 1", line]
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
-    completed = in_process.run_verb("rerun", "--", str(old))
+    completed = in_process_calls.call_verb("rerun", "--", str(old))
     assert not differing(completed.stdout)
     assert "\nsame        settings, source, versions, and machine\n" in completed.stdout
 
 
 def test_the_largest_difference_of_losses_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = Made(number=0, steps=10).write(tmp_path)
-    new = Made(number=1, steps=10).write(tmp_path)
+    old = SyntheticRun(number=0, steps=10).write(tmp_path)
+    new = SyntheticRun(number=1, steps=10).write(tmp_path)
     text = old.list_attempts()[0].metrics_file.read_text()
     new.list_attempts()[0].metrics_file.write_text(text)
     assert rerun.compare_runs(old, new)
@@ -227,7 +228,7 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: lis
     old, bare = sorted(tmp_path.iterdir())
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
-    completed = in_process.run_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments])
+    completed = in_process_calls.call_verb("rerun", *[argument.format(old=old, bare=bare) for argument in arguments])
     assert completed.returncode == 2, completed.stderr
     assert message in completed.stderr, completed.stderr
     assert completed.stderr.count("error: ") == 1
@@ -236,12 +237,12 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: lis
 
 
 def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
-    run = Made("mnist_pipeline", state="running").write(tmp_path).path
-    repeated = in_process.run_verb("rerun", "--", str(run))
+    run = SyntheticRun("mnist_pipeline", state="running").write(tmp_path).path
+    repeated = in_process_calls.call_verb("rerun", "--", str(run))
     remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
     assert repeated.returncode == 2
     assert repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
-    resumed = in_process.run_verb("exp", f"--resume={run}")
+    resumed = in_process_calls.call_verb("exp", f"--resume={run}")
     remedy = f"to resume the run elsewhere, first run make cancel RUN={run}"
     assert resumed.returncode == 2
     assert resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
@@ -264,8 +265,8 @@ OUTCOME = {
 def test_all_results_that_depend_on_the_training_alone_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = Made(number=0, steps=10).write(tmp_path)
-    new = Made(number=1, steps=10).write(tmp_path)
+    old = SyntheticRun(number=0, steps=10).write(tmp_path)
+    new = SyntheticRun(number=1, steps=10).write(tmp_path)
     shutil.copy(old.list_attempts()[0].metrics_file, new.list_attempts()[0].metrics_file)
     trained = SCORES | OUTCOME | {"data": "digits"}
     old_result = FINISHED | MEASURED | {"scores": SCORES, "outcome": OUTCOME}
@@ -290,9 +291,9 @@ def test_all_results_that_depend_on_the_training_alone_are_compared(
         assert messages == [f"result      {key}: was {value}, now {changed}{distance}"]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
 def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, tmp_path: Path) -> None:
-    old = Made(name, 1, 4).write(tmp_path)
+    old = SyntheticRun(name, 1, 4).write(tmp_path)
     text = (old.path / "config.yaml").read_text()
     (old.path / "config.yaml").write_text(f"{text}batch: 64\ndata:\n  name: none\n")
     write_json(old.path / "meta.json", {})

@@ -18,16 +18,23 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
+from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import DAMAGES
-from tests.harness.runs.sweeps import DIVERGES, TINY, begin, cells, sweep, write
-from tests.harness.slurm.fake_slurm import Fake, call
+from tests.harness.runs.sweeps import (
+    DIVERGING_SETTINGS,
+    TINY_RUN_SETTINGS,
+    read_cells,
+    run_sweep,
+    write_grid,
+    write_interrupted_sweep,
+)
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
 
 
 def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
     """Return the single line that refuses a sweep."""
-    completed = in_process.run_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
+    completed = in_process_calls.call_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
     assert completed.returncode == 2, completed.stdout
     assert completed.stderr.startswith("error: "), completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stderr
@@ -36,20 +43,20 @@ def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
 
 def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path) -> None:
     points = [{"optim.lr": rate} for rate in ("0.01", "100")]
-    file = write(tmp_path, cache, points=points, settings=DIVERGES)
-    runs = begin(tmp_path, points, "finished", "failed")
-    nothing = sweep(file)
+    file = write_grid(tmp_path, cache, points=points, settings=DIVERGING_SETTINGS)
+    runs = write_interrupted_sweep(tmp_path, points, "finished", "failed")
+    nothing = run_sweep(file)
     assert nothing.returncode == 0
     assert "(1 finished, 1 failed); 0 to run now" in nothing.stdout
-    again = sweep(file, "--failed=1")
+    again = run_sweep(file, "--failed=1")
     assert again.returncode == 1, again.stdout + again.stderr
     assert "1 to run now" in again.stdout, again.stdout + again.stderr
-    first, failed = cells(file)
+    first, failed = read_cells(file)
     assert (first["run"], first["state"]) == (runs[0], "finished")
     assert failed["state"] == "failed"  # the loss is no number, as before
     assert failed["earlier"] == [runs[1]]
     assert failed["run"] != runs[1]
-    compared = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
+    compared = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
     assert compared.returncode == 0, compared.stderr
     for cell in (first, failed):
         assert cell["run"] in compared.stdout
@@ -82,11 +89,13 @@ def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, m
 
 @pytest.mark.parametrize("dry", ["", "1"])
 def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp_path: Path, dry: str) -> None:
-    settings = {key: value for key, value in TINY.items() if key not in ("width", "stages")}
+    settings = {key: value for key, value in TINY_RUN_SETTINGS.items() if key not in ("width", "stages")}
     tree = {"experiment": "ddp_multinode", "settings": settings | {"elastic": "true", "runs": str(tmp_path / "runs")}}
     file = tmp_path / "rates.yaml"
     file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
-    completed = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file))
+    completed = execute_module(
+        FakeSlurm(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file)
+    )
     assert completed.returncode == 2, completed.stdout + completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stdout + completed.stderr
     assert "elastic=true is not supported in the job array" in completed.stderr
@@ -95,10 +104,10 @@ def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp
 
 def test_a_dry_run_lists_the_points_and_creates_nothing(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file = write(tmp_path, cache, points=points)
-    (run,) = begin(tmp_path, points, "finished")
+    file = write_grid(tmp_path, cache, points=points)
+    (run,) = write_interrupted_sweep(tmp_path, points, "finished")
     before = sorted(tmp_path.rglob("*"))
-    completed = in_process.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
+    completed = in_process_calls.call_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
     assert sorted(tmp_path.rglob("*")) == before
@@ -111,23 +120,23 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     for name, value in (("QUEUE_CACHE", {}), ("QUEUE_CACHE_SECONDS", 0)):
         monkeypatch.setattr(scheduler, name, value)
     monkeypatch.setattr("slurm.launch.sweep.POLL_SECONDS", 0.01)
-    file = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2")
-    fake = Fake(tmp_path)
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2")
+    fake = FakeSlurm(tmp_path)
     runs = tmp_path / "runs"
     looked = tmp_path / "looked"
     result = '{"state": "finished", "exit_status": 0}'
     ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
-    fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
-    completed = in_process.run_verb(
-        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.environment()
+    fake.define_command("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
+    completed = in_process_calls.call_verb(
+        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.make_environment()
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "(2 missing); 2 to run now" in completed.stdout
     assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in completed.stdout
     states = [line.split()[0] for line in completed.stdout.splitlines() if "  batch=" in line]
     assert states == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], completed.stdout
-    for number, cell in enumerate(cells(file)):
+    for number, cell in enumerate(read_cells(file)):
         assert cell["state"] == "finished"
         assert read_json(runs / cell["run"] / "meta.json")["job"]["id"] == f"4711_{number}"
     assert "#SBATCH --array=0-1%2\n" in (runs / "sweeps/rates/submit/job.sh").read_text()
@@ -135,29 +144,29 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
 
 def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file = write(tmp_path, cache, points=points)
-    fake = Fake(tmp_path)
-    runs = begin(tmp_path, points, "failed")
-    fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    file = write_grid(tmp_path, cache, points=points)
+    fake = FakeSlurm(tmp_path)
+    runs = write_interrupted_sweep(tmp_path, points, "failed")
+    fake.define_command("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
         arguments = ("--launch=slurm", f"--failed={failed}", "--", str(file))
-        completed = in_process.run_verb("sweep", *arguments, cwd=ROOT, **fake.environment())
+        completed = in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, **fake.make_environment())
         assert completed.returncode == 2
         assert "; 1 to run now" in completed.stdout
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
-        assert [cell["run"] for cell in cells(file)] == runs
+        assert [cell["run"] for cell in read_cells(file)] == runs
         assert [path.name for path in (tmp_path / "runs").glob("mnist_pipeline-*")] == runs
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])
 def test_an_option_in_args_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
-    file = write(tmp_path, cache, points=[{"batch": "32"}])
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}])
     assert f"ARGS: {option.split(maxsplit=1)[0]} is not a setting" in refused(file, f"--args=steps=5 {option}")
     assert not (tmp_path / "runs").exists()
 
 
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: Path) -> None:
-    file = write(tmp_path, cache, points=[{"batch": "32"}])
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}])
     folder = tmp_path / "runs/sweeps/rates"
     folder.mkdir(parents=True)
     plan = sweep_file.read_sweep_file(str(file), [])
@@ -183,8 +192,8 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
 @pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])
 def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file = write(tmp_path, cache, points=points)
-    begin(tmp_path, points, "finished")
+    file = write_grid(tmp_path, cache, points=points)
+    write_interrupted_sweep(tmp_path, points, "finished")
     sweep_record = tmp_path / "runs/sweeps/rates/sweep.json"
     if damage in DAMAGES:
         content = DAMAGES[damage](sweep_record.read_bytes())
@@ -194,7 +203,7 @@ def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Pat
     sweep_record.write_bytes(content)
     for arguments in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; restore it, or delete it" in refused(file, *arguments)
-    completed = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
     assert completed.returncode == 2
     assert "sweep.json is damaged" in completed.stderr
     assert completed.stderr.count("\n") == 1
@@ -202,7 +211,7 @@ def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Pat
 
 
 def test_repeats_have_different_seeds(tmp_path: Path, cache: Path) -> None:
-    file = write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")
+    file = write_grid(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")
     points = sweep_file.read_sweep_file(str(file), ["seed=5"]).points
     assert [(point.settings.seed, point.values["batch"]) for point in points] == [
         (5, "32"),
@@ -235,14 +244,16 @@ def test_a_python_file_without_a_grid_is_refused(name: str) -> None:
 
 def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}]
-    file = write(tmp_path, cache, points=points)
-    fake = Fake(tmp_path)
-    (run,) = begin(tmp_path, points, "cancelled")
+    file = write_grid(tmp_path, cache, points=points)
+    fake = FakeSlurm(tmp_path)
+    (run,) = write_interrupted_sweep(tmp_path, points, "cancelled")
     folder = RunFolder(tmp_path / "runs" / run)
     Result("cancelled", 130).write(folder)
     before = folder.result
-    fake.answer("sbatch", "echo refused >&2; exit 1")
-    completed = in_process.run_verb("sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.environment())
+    fake.define_command("sbatch", "echo refused >&2; exit 1")
+    completed = in_process_calls.call_verb(
+        "sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.make_environment()
+    )
     assert completed.returncode == 2, completed.stdout + completed.stderr
     assert "refused" in completed.stderr, completed.stdout + completed.stderr
     assert before
@@ -255,15 +266,15 @@ def test_a_point_that_is_still_stopping_is_skipped(
 ) -> None:
     monkeypatch.setattr(claims, "STOPPING_SECONDS", 0.0)
     points = [{"batch": "32"}]
-    file = write(tmp_path, cache, points=points)
-    (run,) = begin(tmp_path, points, "cancelled")
+    file = write_grid(tmp_path, cache, points=points)
+    (run,) = write_interrupted_sweep(tmp_path, points, "cancelled")
     with subprocess.Popen(["sleep", "600"]) as other:
         identity = {"pid": other.pid, "pid_started": Process.identify(other.pid).start}
         claim = {"process": provenance.identify_process() | identity}
         folder = RunFolder(tmp_path / "runs" / run)
         folder.claim_attempt(claim)
         Result("cancelled", 130).write(folder)
-        completed = in_process.run_verb("sweep", "--launch=local", "--", str(file))
+        completed = in_process_calls.call_verb("sweep", "--launch=local", "--", str(file))
         other.kill()
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert "skipped    batch=32: " in completed.stdout

@@ -6,7 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.harness.commands.processes import environment
+from tests.harness.commands.processes import make_environment
 from tests.harness.verification.delete_technique import clone_checkout
 
 FOLDERS = ("tests/commands", "tests/experiments", "tests/parity", "tests/recovery")
@@ -23,7 +23,7 @@ MIN_TESTS = 20
 def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     clone_checkout(clone)
-    subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=clone, env=environment(), check=True)
+    subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=clone, env=make_environment(), check=True)
     settings = clone / "configs" / "my_mlp.yaml"
     slow_learner = settings.read_text().replace("lr: 0.02", "lr: 0.000001")
     settings.write_text(slow_learner)
@@ -31,7 +31,7 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
     omitted = [f"--deselect={test}" for test in OMITTED]
     pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
     completed = subprocess.run(
-        pytest, cwd=clone, env=environment(PYTEST_ADDOPTS=""), capture_output=True, text=True, check=False
+        pytest, cwd=clone, env=make_environment(PYTEST_ADDOPTS=""), capture_output=True, text=True, check=False
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

@@ -9,16 +9,16 @@ import pytest
 from tests.benchmarks import optimizers, ranks
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
-from tests.harness.experiments.discovery import import_declared
-from tests.harness.experiments.registry import TRAINING, Entry
+from tests.harness.experiments.discovery import import_if_exists
+from tests.harness.experiments.registry import TRAINING_ENTRIES, Entry
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
-    arguments = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
-    declared = import_declared(f"tests.benchmarks.{entry.name}")
+    arguments = (*entry.smallest_settings, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
+    declared = import_if_exists(f"tests.benchmarks.{entry.name}")
     keep = getattr(declared, "KEEP", ())
     measured = run_of(tmp_path, "side", entry.name, *arguments, keep=keep).run(0)
     assert measured["seconds"] > 0

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
-from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import get_only_run, make_environment
+from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 
 def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
     settings = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
     command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", settings]
-    completed = warm.execute(command, env=environment(), real=True)
+    completed = execution.execute_command(command, env=make_environment(), real_process=True)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     lines = completed.stdout.splitlines()
     assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]
@@ -33,18 +33,18 @@ def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
 def test_a_straggler_is_named_while_the_run_trains(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
     arguments = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
-    with train_long("ddp_multinode", *arguments, runs=tmp_path) as process:
-        folder = only_folder(tmp_path)
-        slow_rank = ranks_of(process)[1]
+    with start_long_run("ddp_multinode", *arguments, runs=tmp_path) as process:
+        folder = get_only_run(tmp_path)
+        slow_rank = list_rank_pids(process)[1]
         deadline = time.monotonic() + 120
         diagnosis = ""
         while "rank 1 on " not in diagnosis:
             assert time.monotonic() < deadline, diagnosis
             throttle(slow_rank, 1)
-            diagnosis = in_process.run_verb("doctor", f"--run={folder.path}").stdout
+            diagnosis = in_process_calls.call_verb("doctor", f"--run={folder.path}").stdout
         expected = r"rank 1 on \S+ is slow: backward starts after \S+ ms, compared with \S+ ms"
         assert re.search(expected, diagnosis), diagnosis
-        status = in_process.run_verb("status", str(folder.path))
+        status = in_process_calls.call_verb("status", str(folder.path))
         assert "RUNNING" in status.stdout, status.stdout
         assert "rank 1 on " in status.stdout, status.stdout
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from configs.shared import Data
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 
 def make_small_folder(root: Path) -> Path:

@@ -11,15 +11,15 @@ from statistics import fmean
 import pytest
 
 from common.config import config
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
-from tests.harness.environment.shared_results import make_once
+from tests.harness.commands.processes import make_environment
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.experiments.loaded_modules import count_tokens
-from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.experiments.registry import ENTRIES
+from tests.harness.repository import ROOT
 
-TRAINED = {entry.name: entry.techniques for entry in EXPERIMENTS if entry.techniques is not None}
+TRAINED = {entry.name: entry.allowed_techniques for entry in ENTRIES if entry.allowed_techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
-SHARED = [entry.name for entry in EXPERIMENTS if not entry.own_technique]
+SHARED = [entry.name for entry in ENTRIES if not entry.own_technique]
 """Experiments whose technique cannot be deleted, so that a deletion does not change the mean."""
 MAX_MEAN_TOKENS = 92_400  # 75 % of the tokens that these scripts loaded when the core imported every technique
 
@@ -34,11 +34,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
     def list_modules(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.harness.experiments.loaded_modules", str(folder), *arguments]
         completed = subprocess.run(
-            command, check=False, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
+            command, check=False, cwd=ROOT, env=make_environment(), capture_output=True, text=True, timeout=300
         )
         assert completed.returncode == 0, completed.stderr
 
-    folder = make_once(tmp_path_factory, "modules", list_modules)
+    folder = create_folder_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     tokens: dict[str, dict[str, int]] = {}
     for name, modules in files.items():

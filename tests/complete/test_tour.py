@@ -12,16 +12,16 @@ import pytest
 
 from common.config import config
 from slurm.launch import tour
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment
 
 
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands that the tour starts are forks of the warm process."""
+    """The commands that the tour starts are forks of the fork server."""
 
     def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        completed = warm.execute(command, env=environment(), check=check)
+        completed = execution.execute_command(command, env=make_environment(), check=check)
         print(completed.stdout)
         print(completed.stderr, file=sys.stderr)
         return completed
@@ -31,7 +31,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
     runs = tmp_path / "runs"
-    completed = in_process.run_verb("tour", f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100")
+    completed = in_process_calls.call_verb(
+        "tour", f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100"
+    )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     names = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
     assert names == set(config.list_experiments())
@@ -43,7 +45,7 @@ def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
 
 def test_a_failing_experiment_is_named_and_the_others_run(tmp_path: Path, cache: Path) -> None:
     arguments = (f"runs={tmp_path}/runs", f"data.cache={cache}", "steps=2", "data.test_limit=100", "depth=3")
-    completed = in_process.run_verb("tour", *arguments)
+    completed = in_process_calls.call_verb("tour", *arguments)
     assert completed.returncode == 1
     assert "unknown key depth" in completed.stderr
     assert re.search("^error: .*ddp_multinode.* failed", completed.stderr, re.MULTILINE)

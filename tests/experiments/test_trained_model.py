@@ -21,13 +21,13 @@ from common.models import model_file
 from common.runs import progress
 from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import trained_model
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import REPLICATED, TRAINING, Entry
-from tests.harness.runs.resuming import resume
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import run_experiment
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import REPLICATED_ENTRY, TRAINING_ENTRIES, Entry
+from tests.harness.runs.resuming import resume_run
 
-every = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
+every = pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
 READ_MODEL = """
 import json, sys
 from safetensors.numpy import load_file
@@ -38,7 +38,7 @@ assert not {"common", "torch"} & set(sys.modules)
 
 
 def evaluate(folder: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
-    return in_process.run_verb("evaluate", *options, "--", str(folder.path))
+    return in_process_calls.call_verb("evaluate", *options, "--", str(folder.path))
 
 
 def copy(folder: RunFolder, target: Path) -> RunFolder:
@@ -47,9 +47,9 @@ def copy(folder: RunFolder, target: Path) -> RunFolder:
 
 
 @pytest.fixture
-def finished_copy(finished: Make, tmp_path: Path) -> RunFolder:
+def finished_copy(finished: GetRun, tmp_path: Path) -> RunFolder:
     """A copy of a finished run, which the test may change."""
-    return copy(finished(REPLICATED).folder, tmp_path)
+    return copy(finished(REPLICATED_ENTRY).folder, tmp_path)
 
 
 def read_model_facts(folder: RunFolder) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def check_refusal(command: subprocess.CompletedProcess[str], message: str) -> No
 
 
 @every
-def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: Make) -> None:
+def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: GetRun) -> None:
     folder = finished(entry).folder
     completed = evaluate(folder)
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -81,7 +81,7 @@ def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: 
 
 
 @every
-def test_the_model_file_is_read_without_the_project(entry: Entry, finished: Make, tmp_path: Path) -> None:
+def test_the_model_file_is_read_without_the_project(entry: Entry, finished: GetRun, tmp_path: Path) -> None:
     folder = finished(entry).folder
     command = [sys.executable, "-P", "-c", READ_MODEL, str(folder.path / "model.safetensors")]
     completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -115,10 +115,10 @@ def test_a_changed_model_gives_different_scores(finished_copy: RunFolder) -> Non
 
 
 def test_an_evaluation_on_other_samples_is_not_compared(
-    finished: Make, cache: Path, monkeypatch: pytest.MonkeyPatch
+    finished: GetRun, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    folder = finished(REPLICATED).folder
+    folder = finished(REPLICATED_ENTRY).folder
     completed = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
     assert completed.returncode == 0
     assert " of 100 (" in completed.stdout
@@ -163,11 +163,11 @@ def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:
         ({"arguments": None}, f"lacks the constructor arguments of {facts['class']}; add them"),
     ):
         write_json(folder.path / "model.json", facts | changes)
-        completed = in_process.run_verb("export", "--format=torch.export", "--", str(folder.path))
+        completed = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder.path))
         check_refusal(completed, message)
         assert completed.stderr.count("\n") == 1, completed.stderr
     assert message in evaluate(folder).stderr
-    completed = in_process.run_verb("export", "--", str(folder.path))
+    completed = in_process_calls.call_verb("export", "--", str(folder.path))
     assert completed.returncode == 0, completed.stderr
     assert str(folder.path / "model.safetensors") in completed.stdout
 
@@ -192,8 +192,8 @@ def test_a_model_is_evaluated_with_the_settings_of_the_newest_attempt(finished_c
     assert "not compared" in completed.stdout
     changes.write_text('{"data.test_limit": 3}')
     check_refusal(evaluate(folder), "changed.json is damaged, so the settings of its attempt are unknown")
-    check_refusal(in_process.run_verb("rerun", "--", str(folder.path)), "changed.json is damaged")
-    check_refusal(resume(REPLICATED, folder, "steps=50"), "changed.json is damaged")
+    check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), "changed.json is damaged")
+    check_refusal(resume_run(REPLICATED_ENTRY, folder, "steps=50"), "changed.json is damaged")
 
 
 def test_the_scores_of_another_device_are_not_compared(finished_copy: RunFolder) -> None:
@@ -216,19 +216,19 @@ def read_losses(folder: RunFolder) -> list[float]:
 def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder) -> None:
     folder = finished_copy
     resume_command = ("exp", f"--resume={folder.path}", "--launch=local")
-    for completed in (resume(REPLICATED, folder), in_process.run_verb(*resume_command)):
+    for completed in (resume_run(REPLICATED_ENTRY, folder), in_process_calls.call_verb(*resume_command)):
         assert completed.returncode == 0
         assert f'make exp RESUME={folder.path.name} ARGS="steps=80"' in completed.stdout
-    completed = resume(REPLICATED, folder, "steps=40")
+    completed = resume_run(REPLICATED_ENTRY, folder, "steps=40")
     assert completed.returncode == 0
     assert "is finished" in completed.stdout
 
     message = f"{folder.path.name} is finished: optim.lr 0.02 -> 5.0 has no effect; increase steps"
-    check_refusal(resume(REPLICATED, folder, "optim.lr=5"), message)
-    check_refusal(in_process.run_verb(*resume_command, "--args=optim.lr=5"), message)
+    check_refusal(resume_run(REPLICATED_ENTRY, folder, "optim.lr=5"), message)
+    check_refusal(in_process_calls.call_verb(*resume_command, "--args=optim.lr=5"), message)
     with open(folder.path / "config.yaml") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # like another process that runs it
-        completed = resume(REPLICATED, folder, "steps=50")
+        completed = resume_run(REPLICATED_ENTRY, folder, "steps=50")
     check_refusal(completed, "already running or being started on this machine; wait for it")
     assert len(folder.list_attempts()) == 1
 
@@ -236,7 +236,7 @@ def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder
 def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) -> None:
     folder = finished_copy
     losses_before = read_losses(folder)
-    completed = resume(REPLICATED, folder, "steps=50")
+    completed = resume_run(REPLICATED_ENTRY, folder, "steps=50")
     assert completed.returncode == 0, completed.stderr
     assert "extending the run after step 40; the learning rate schedule now covers 50 steps" in completed.stdout
     assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o666
@@ -250,21 +250,22 @@ def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) ->
     assert [row["global_step"] for row in folder.read_metrics() if "test_loss" in row] == [40, 50]
     assert read_model_facts(folder)["step"] == 50
     assert evaluate(folder).returncode == 0
-    completed = resume(REPLICATED, folder)
+    completed = resume_run(REPLICATED_ENTRY, folder)
     assert completed.returncode == 0
     assert 'ARGS="steps=100"' in completed.stdout, "twice the new number of steps"
 
     message = "was resumed with different settings (steps 40 -> 50)"
-    check_refusal(in_process.run_verb("rerun", "--", str(folder.path)), message)
-    repeated = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again")
-    assert repeated.status == 2
-    assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.err
+    check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), message)
+    arguments = ("--config", str(folder.path / "config.yaml"))
+    repeated = run_experiment(REPLICATED_ENTRY.name, *arguments, runs=tmp_path / "again")
+    assert repeated.returncode == 2
+    assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.stderr
     assert not (tmp_path / "again").exists()
 
     for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)
-    check_refusal(resume(REPLICATED, folder, "steps=60"), "the checkpoint of its last step (50) is missing")
-    completed = resume(REPLICATED, folder)
+    check_refusal(resume_run(REPLICATED_ENTRY, folder, "steps=60"), "the checkpoint of its last step (50) is missing")
+    completed = resume_run(REPLICATED_ENTRY, folder)
     assert completed.returncode == 0
     assert "is finished" in completed.stdout
     assert "train on" not in completed.stdout

@@ -12,11 +12,18 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
-from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
+from tests.harness.elastic.faulty_runs import (
+    find_metric_differences,
+    list_lost_and_joined,
+    list_world_changes,
+    train_and_compare,
+    train_on_one_rank,
+    train_with_faults,
+)
 from tests.harness.environment.randomness import draw_cases
-from tests.harness.experiments.registry import BY_NAME
+from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.ranks.programs import execute_program
-from tests.harness.runs.resuming import resume
+from tests.harness.runs.resuming import resume_run
 
 POINTS = ("begin", "reduction", "reduced", "committed", "updated", "evaluation", "save")
 STRIKES = [*itertools.product(range(3), POINTS)]
@@ -34,7 +41,7 @@ def data(cache: Path) -> str:
 @pytest.fixture
 def undisturbed(data: str, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The run of one process without faults."""
-    return train_alone(tmp_path_factory, data)
+    return train_on_one_rank(tmp_path_factory, data)
 
 
 def pick_step(point: str) -> int:
@@ -52,14 +59,14 @@ def test_each_rank_may_be_killed_at_each_point(
     rank: int, point: str, data: str, undisturbed: RunFolder, tmp_path: Path
 ) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
-    folder = train_like(undisturbed, fault, data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs")
-    assert list_changes(folder) == [([rank], [])], fault
+    folder = train_and_compare(undisturbed, fault, data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs")
+    assert list_world_changes(folder) == [([rank], [])], fault
 
 
 def test_an_evaluation_is_not_lost_with_a_rank(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     """The other ranks have read the last batch of an epoch when they notice the loss; data workers read the batches."""
     settings = (data, *THREE, "elastic.rejoin=1", "data.workers=1")
-    folder = train_like(undisturbed, "updated:1:10:kill", *settings, runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, "updated:1:10:kill", *settings, runs=tmp_path / "runs")
     lost, _ = list_lost_and_joined(folder)
     assert lost == [1]
 
@@ -71,7 +78,7 @@ def test_a_frozen_rank_is_lost_and_rejoins(ranks: int, data: str, undisturbed: R
     step = random.SystemRandom().randrange(2, 12)
     faults = f"reduction:{last_rank}:{step}:stop,begin:0:14:join"
     settings = (data, f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
-    folder = train_like(undisturbed, faults, *settings, runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, *settings, runs=tmp_path / "runs")
     # one change contains both if the new process joins while the other ranks connect
     assert list_lost_and_joined(folder) == ([last_rank], [last_rank]), faults
 
@@ -81,7 +88,7 @@ def test_a_new_process_that_freezes_before_its_first_message_does_not_block_the_
 ) -> None:
     settings = (data, "processes_per_node=2", "elastic=true", "elastic.rejoin=1")
     faults = "reduction:1:5:kill,arriving:1:0:stop"
-    folder = train_like(undisturbed, faults, *settings, runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, *settings, runs=tmp_path / "runs")
     assert list_lost_and_joined(folder) == ([1], [])
 
 
@@ -90,14 +97,14 @@ def test_all_ranks_are_lost_and_rejoin_one_after_another(
 ) -> None:
     """Crop and dropout of a sample do not depend on its rank. One rank at a time prints the epochs."""
     settings = (data, "data.augment=crop", "dropout=0.3")
-    undisturbed = train_alone(tmp_path_factory, *settings)
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings)
     faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
-    completed = train(faults, *settings, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
-    assert completed.status == 0, completed.err
-    assert not differences(completed.folder, undisturbed), completed.err
+    completed = train_with_faults(faults, *settings, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
+    assert completed.returncode == 0, completed.stderr
+    assert not find_metric_differences(completed.folder, undisturbed), completed.stderr
     assert list_lost_and_joined(completed.folder) == ([1, 0], [1, 0])
     for epoch in ("1", "2", "2.5"):
-        assert completed.out.count(f"epoch {epoch} ") == 1, completed.out
+        assert completed.stdout.count(f"epoch {epoch} ") == 1, completed.stdout
 
 
 def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
@@ -105,16 +112,16 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
 ) -> None:
     """The only rank with the state is killed while a new one connects to copy it."""
     faults = "reduction:1:4:kill,begin:0:14:join,forming:0:3:kill"
-    completed = train(faults, data, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
-    assert completed.status == 137, completed.err
-    assert EndReason.STATE_LOST.value in completed.err, completed.err
-    assert "RESUME=" in completed.err, completed.err
+    completed = train_with_faults(faults, data, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
+    assert completed.returncode == 137, completed.stderr
+    assert EndReason.STATE_LOST.value in completed.stderr, completed.stderr
+    assert "RESUME=" in completed.stderr, completed.stderr
     assert EndReason.STATE_LOST.value in completed.folder.result["reason"], completed.folder.result
 
-    resumed = resume(BY_NAME["ddp_multinode"], completed.folder)
+    resumed = resume_run(ENTRY_BY_NAME["ddp_multinode"], completed.folder)
     assert resumed.returncode == 0, resumed.stderr
     assert re.search(r"resumed from step (4|8|12)\b", resumed.stdout), resumed.stderr
-    assert not differences(completed.folder, undisturbed)
+    assert not find_metric_differences(completed.folder, undisturbed)
     (change,) = completed.folder.result["measured"]["generations"]
     assert change["attempt"] == 1, "the result keeps the changes of the first attempt"
     assert change["lost"] == [1]
@@ -125,9 +132,9 @@ def train_with_and_without_faults(
     name: str, faults: str, settings: tuple[str, ...], path: Path
 ) -> tuple[RunFolder, RunFolder]:
     """Train a changed experiment on three ranks with faults and on one rank without; the metrics are equal."""
-    undisturbed = train("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
-    assert undisturbed.status == 0, undisturbed.err
-    folder = train_like(undisturbed.folder, faults, *settings, *THREE, runs=path / "runs", name=name)
+    undisturbed = train_with_faults("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    folder = train_and_compare(undisturbed.folder, faults, *settings, *THREE, runs=path / "runs", name=name)
     return folder, undisturbed.folder
 
 
@@ -162,7 +169,7 @@ def test_batchnorm_statistics_equal_those_of_one_process(data: str, tmp_path: Pa
     ],
 )
 def test_several_ranks_are_lost(faults: str, data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
-    folder = train_like(undisturbed, faults, data, *FOUR, "elastic.rejoin=0", runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, data, *FOUR, "elastic.rejoin=0", runs=tmp_path / "runs")
     lost, _ = list_lost_and_joined(folder)
     struck = [int(fault.split(":")[1]) for fault in faults.split(",")]
     assert sorted(lost) == sorted(struck)
@@ -175,9 +182,9 @@ def test_a_rank_that_is_lost_while_the_others_connect_is_the_only_one_lost(
     """It has published its address, and nothing interrupts the ranks that wait for its connection."""
     settings = (data, *FOUR, "elastic.timeout=0.5", "elastic.rejoin=0")
     faults = f"reduction:1:5:kill,published:{rank}:2:{fault_kind}"
-    folder = train_like(undisturbed, faults, *settings, runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, *settings, runs=tmp_path / "runs")
     lost, _ = list_lost_and_joined(folder)
-    assert sorted(lost) == sorted([1, rank]), list_changes(folder)
+    assert sorted(lost) == sorted([1, rank]), list_world_changes(folder)
 
 
 def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
@@ -185,10 +192,10 @@ def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undistur
     settings = (data, *FOUR, "elastic.timeout=0.5", "elastic.rejoin=0")
     workers = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
     faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
-    completed = train(faults, *settings, *workers, runs=tmp_path / "runs")
-    assert completed.status == 0, completed.err
-    assert not differences(completed.folder, undisturbed)
-    assert list_lost_and_joined(completed.folder) == ([1, 2], []), list_changes(completed.folder)
+    completed = train_with_faults(faults, *settings, *workers, runs=tmp_path / "runs")
+    assert completed.returncode == 0, completed.stderr
+    assert not find_metric_differences(completed.folder, undisturbed)
+    assert list_lost_and_joined(completed.folder) == ([1, 2], []), list_world_changes(completed.folder)
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
@@ -209,32 +216,32 @@ def test_a_rank_whose_collective_never_ends_is_lost_and_rejoins(
 ) -> None:
     """As when gloo waits for a message behind one that no rank reads; the heartbeats continue."""
     faults = "reduced:0:5:kill,reduced:1:5:block,begin:2:9:join"
-    folder = train_like(undisturbed, faults, data, *THREE, "elastic.timeout=0.5", runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, data, *THREE, "elastic.timeout=0.5", runs=tmp_path / "runs")
     lost, joined = list_lost_and_joined(folder)
-    assert sorted(lost) == [0, 1], list_changes(folder)
-    assert 1 in joined, list_changes(folder)
+    assert sorted(lost) == [0, 1], list_world_changes(folder)
+    assert 1 in joined, list_world_changes(folder)
 
 
 def test_too_few_ranks_save_and_are_resumed_with_all(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     settings = (data, *THREE, "elastic.min=3", "checkpoint.every_steps=0")
-    completed = train("reduction:1:9:kill", *settings, runs=tmp_path / "runs")
-    assert completed.status == 75, completed.err
+    completed = train_with_faults("reduction:1:9:kill", *settings, runs=tmp_path / "runs")
+    assert completed.returncode == 75, completed.stderr
     assert [row["global_step"] for row in completed.folder.read_metrics()] == list(range(1, 10))
-    resumed = resume(BY_NAME["ddp_multinode"], completed.folder)
+    resumed = resume_run(ENTRY_BY_NAME["ddp_multinode"], completed.folder)
     assert resumed.returncode == 0, resumed.stderr
-    assert not differences(completed.folder, undisturbed)
+    assert not find_metric_differences(completed.folder, undisturbed)
 
 
 def test_accumulation_windows_are_repeated(data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     settings = (data, "accumulate=2", "precision=fp32")
-    undisturbed = train_alone(tmp_path_factory, *settings, name="amp_accum")
-    train_like(undisturbed, "reduction:0:6:kill", *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings, name="amp_accum")
+    train_and_compare(undisturbed, "reduction:0:6:kill", *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
 
 
 def test_a_step_that_only_some_ranks_have_taken_is_copied(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     """Rank 0 loses its connections a second after all have committed: the other ranks have taken the step."""
     faults = "committed:0:9:wait,committed:0:9:fail"
-    folder = train_like(undisturbed, faults, data, *THREE, runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, data, *THREE, runs=tmp_path / "runs")
     (change,) = folder.result["measured"]["generations"]
     assert change["lost"] == []
     assert change["joined"] == []
@@ -246,22 +253,22 @@ def test_a_step_applied_by_some_ranks_only_leaves_different_models(
 ) -> None:
     settings = (data, *THREE, "checkpoint.every_steps=0")
     faults = "committed:0:9:wait,committed:0:9:fail"
-    completed = train(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+own_state")
-    assert completed.status == 0, completed.err
-    differing = differences(completed.folder, undisturbed)
+    completed = train_with_faults(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+local_weights")
+    assert completed.returncode == 0, completed.stderr
+    differing = find_metric_differences(completed.folder, undisturbed)
     assert differing
     assert differing[0].startswith("step 10: loss"), differing
 
 
-@pytest.mark.parametrize("mistake", ["old_mean", "own_shards"])
+@pytest.mark.parametrize("mistake", ["old_mean", "local_shards"])
 def test_a_group_of_fewer_ranks_has_another_sum(
     mistake: str, data: str, undisturbed: RunFolder, tmp_path: Path
 ) -> None:
     """Divided by the number of ranks at the start, or without the samples of the lost rank."""
     name = f"ddp_multinode+{mistake}"
-    completed = train("begin:1:9:kill", data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs", name=name)
-    assert completed.status == 0, completed.err
-    differing = differences(completed.folder, undisturbed)
+    completed = train_with_faults("begin:1:9:kill", data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs", name=name)
+    assert completed.returncode == 0, completed.stderr
+    differing = find_metric_differences(completed.folder, undisturbed)
     assert differing
     assert differing[0].startswith("step 9: loss"), differing
 
@@ -269,5 +276,5 @@ def test_a_group_of_fewer_ranks_has_another_sum(
 def test_a_checkpoint_may_take_longer_than_the_timeout(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     """All wait for rank 1, whose heartbeats continue; a timeout of collectives would declare it lost."""
     faults = "save:1:8:wait,evaluation:0:10:wait"
-    folder = train_like(undisturbed, faults, data, *THREE, "elastic.timeout=0.4", runs=tmp_path / "runs")
+    folder = train_and_compare(undisturbed, faults, data, *THREE, "elastic.timeout=0.4", runs=tmp_path / "runs")
     assert "generations" not in folder.result["measured"]

@@ -15,31 +15,37 @@ import pytest
 from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import get_only_run, make_environment, run_experiment
 from tests.harness.environment.randomness import draw_cases
-from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
-from tests.harness.runs.long_runs import only_folder
+from tests.harness.experiments.registry import (
+    ARCHETYPE_ENTRIES,
+    ENTRIES,
+    REPLICATED_ENTRY,
+    STAGED_ENTRY,
+    TRAINING_ENTRIES,
+    Entry,
+)
+from tests.harness.repository import ROOT
 from tests.harness.runs.resuming import (
-    ALONE,
-    STEPS,
-    check_that_it_goes_on,
-    cut_off,
-    differences,
-    numbers,
-    resume,
-    trained_steps,
-    whole_run,
+    ONE_THREAD,
+    TOTAL_STEPS,
+    check_resume,
+    copy_as_interrupted,
+    find_differences,
+    list_trained_steps,
+    read_compared_rows,
+    resume_run,
+    train_uninterrupted,
 )
 
-training = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
-archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
-WORLDS = [(entry, 2) for entry in EXPERIMENTS if entry not in ARCHETYPES]
-WORLDS += itertools.product(ARCHETYPES, (1, 3, 4))
+training = pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
+archetype = pytest.mark.parametrize("entry", ARCHETYPE_ENTRIES, ids=lambda entry: entry.name)
+WORLDS = [(entry, 2) for entry in ENTRIES if entry not in ARCHETYPE_ENTRIES]
+WORLDS += itertools.product(ARCHETYPE_ENTRIES, (1, 3, 4))
 OTHER_SETTINGS: list[tuple[Entry, tuple[str, ...]]] = []
-for experiment in EXPERIMENTS:
-    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.others]
+for experiment in ENTRIES:
+    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.resume_variants]
 
 
 def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
@@ -52,10 +58,10 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
 def test_a_resumed_run_is_bitwise_equal(
     entry: Entry, ranks: int, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    uninterrupted = whole_run(tmp_path_factory, quick, entry, ranks)
-    assert len(trained_steps(uninterrupted.folder)) == STEPS
-    real = ranks == 3 and entry == STAGED  # the command as a user executes it
-    check_that_it_goes_on(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real=real)
+    uninterrupted = train_uninterrupted(tmp_path_factory, quick, entry, ranks)
+    assert len(list_trained_steps(uninterrupted.folder)) == TOTAL_STEPS
+    real = ranks == 3 and entry == STAGED_ENTRY  # the command as a user executes it
+    check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=real)
 
 
 @pytest.mark.parametrize(
@@ -64,41 +70,45 @@ def test_a_resumed_run_is_bitwise_equal(
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: tuple[str, ...], tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
-    uninterrupted = run(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
-    check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
+    uninterrupted = run_experiment(
+        entry.name, *quick, ONE_THREAD, "steps=15", *settings, runs=tmp_path / "uninterrupted"
+    )
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    check_resume(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
 
 @training
 def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    uninterrupted = whole_run(tmp_path_factory, quick, entry, 2)
-    folder = cut_off(uninterrupted.folder, STEPS, tmp_path)
+    uninterrupted = train_uninterrupted(tmp_path_factory, quick, entry, 2)
+    folder = copy_as_interrupted(uninterrupted.folder, TOTAL_STEPS, tmp_path)
     assert len(folder.read_metrics()) < len(uninterrupted.folder.read_metrics())
-    resumed = resume(entry, folder)
+    resumed = resume_run(entry, folder)
     assert resumed.returncode == 0, resumed.stderr
-    assert numbers(folder) == numbers(uninterrupted.folder)
+    assert read_compared_rows(folder) == read_compared_rows(uninterrupted.folder)
     assert folder.result["scores"] == uninterrupted.folder.result["scores"]
     assert "not measured: this attempt trained 0 steps" in resumed.stdout
     assert "timings" not in folder.result
     assert read_status(folder).samples_per_second > 0, "the speed of the first attempt"
 
 
-@pytest.mark.parametrize("entry", [entry for entry in TRAINING if not entry.keeps_ranks], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in TRAINING_ENTRIES if not entry.fixes_rank_count], ids=lambda entry: entry.name
+)
 def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
     entry: Entry, tmp_path: Path, quick: tuple[str, ...]
 ) -> None:
     """Interrupted in both epochs: started by two ranks, resumed by one, and then by two."""
     steps = 20
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
-    settings = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
-    uninterrupted = run(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
-    assert uninterrupted.status == 0, uninterrupted.err
+    settings = (*quick, "dtype=float64", ONE_THREAD, f"steps={steps}", *small)
+    uninterrupted = run_experiment(entry.name, *settings, *entry.make_rank_settings(2), runs=tmp_path / "uninterrupted")
+    assert uninterrupted.returncode == 0, uninterrupted.stderr
     folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
-        folder = cut_off(folder, step, tmp_path / str(step))
-        resumed = resume(entry, folder, *entry.spread(after))
+        folder = copy_as_interrupted(folder, step, tmp_path / str(step))
+        resumed = resume_run(entry, folder, *entry.make_rank_settings(after))
         assert resumed.returncode == 0, resumed.stderr
         assert f"resumed from step {step}" in resumed.stdout
         assert f"saved by {before} rank" in resumed.stdout
@@ -111,8 +121,8 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(
 def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
-    completed = run(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
-    assert completed.status == 0, completed.err
+    completed = run_experiment(entry.name, *quick, *entry.make_rank_settings(2), *saving, *length, runs=tmp_path)
+    assert completed.returncode == 0, completed.stderr
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert len(evaluations) == 8
     best_step = min(evaluations, key=lambda row: row["test_loss"])["global_step"]
@@ -125,29 +135,29 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: P
 
 def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: tuple[str, ...]) -> None:
     """DDP regroups its buckets in the first steps; four ranks then round differently."""
-    script = str(ROOT / "experiments" / f"{REPLICATED.name}.py")
+    script = str(ROOT / "experiments" / f"{REPLICATED_ENTRY.name}.py")
     runs = tmp_path / "uninterrupted"
-    argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", "settling", script]
-    settings = [*quick, *REPLICATED.spread(4), f"runs={runs}"]
-    warm.execute([*argv, *settings], env=environment(), check=True)
-    uninterrupted = only_folder(runs)
-    folder = cut_off(uninterrupted, 9, tmp_path / "cut")
-    resumed = resume(REPLICATED, folder, careless="settling")
+    argv = [sys.executable, "-m", "tests.harness.runs.disabled_protection", "bucket_warm_up", script]
+    settings = [*quick, *REPLICATED_ENTRY.make_rank_settings(4), f"runs={runs}"]
+    execution.execute_command([*argv, *settings], env=make_environment(), check=True)
+    uninterrupted = get_only_run(runs)
+    folder = copy_as_interrupted(uninterrupted, 9, tmp_path / "cut")
+    resumed = resume_run(REPLICATED_ENTRY, folder, disabled_protection="bucket_warm_up")
     assert resumed.returncode == 0, resumed.stderr
-    assert differences(folder, uninterrupted)
+    assert find_differences(folder, uninterrupted)
 
 
 def test_make_exp_resumes_with_the_code_of_the_run(
     tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 9, tmp_path)
+    folder = copy_as_interrupted(train_uninterrupted(tmp_path_factory, quick, STAGED_ENTRY, 2).folder, 9, tmp_path)
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text().replace("\nif __name__", "\nprint('code of the first start')\nif __name__"))
     (folder.path / "code" / provenance.CHECKSUMS).unlink()
     options = [f"--resume={folder.path}", "--launch=local", "--args=stages=1", "--", ""]
     argv = [sys.executable, "-m", "slurm", "exp", *options]
 
-    resumed = warm.execute(argv, env=environment())
+    resumed = execution.execute_command(argv, env=make_environment())
     assert resumed.returncode == 0, resumed.stderr
     assert "code of the first start\n" in resumed.stdout
     assert "resumed from step 9" in resumed.stdout
@@ -155,8 +165,8 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     assert "resumed with settings that differ from config.yaml: stages 2 -> 1\n" in resumed.stdout
     changed = json.loads((folder.list_attempts()[-1].attempt_folder / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}
-    assert trained_steps(folder) == list(range(1, STEPS + 1))
+    assert list_trained_steps(folder) == list(range(1, TOTAL_STEPS + 1))
 
-    resumed_again = warm.execute(argv, env=environment())
+    resumed_again = execution.execute_command(argv, env=make_environment())
     assert resumed_again.returncode == 0
     assert "is finished" in resumed_again.stdout

@@ -23,7 +23,7 @@ from common.backend.algorithms import (
 )
 from common.backend.algorithms.moves import Algorithm, Move, compute_chunk_bounds
 from common.system.errors import UserError
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 SIZES = (*range(1, 9), 16)
 

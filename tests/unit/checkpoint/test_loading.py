@@ -18,7 +18,7 @@ from common.checkpoint import loading, rank_file, storage
 from common.checkpoint.storage import CheckpointPath, Manifest
 from common.system.causes import Cause
 from common.system.errors import UserError
-from tests.harness.environment.permissions import permissions_apply
+from tests.harness.environment.permissions import enforce_permissions
 from tests.harness.ranks.checkpoint_cases import equals_saved_state
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
@@ -240,17 +240,17 @@ def test_unreadable_checkpoints_are_not_to_be_deleted(run: RunWithCheckpoints, n
     run.save(1, 2)
     (run.get_checkpoint(1) / name).chmod(0)
     (run.get_checkpoint(2) / name).chmod(0)
-    with permissions_apply(), pytest.raises(UserError, match=r"run chmod -R u\+rwX ") as caught:
+    with enforce_permissions(), pytest.raises(UserError, match=r"run chmod -R u\+rwX ") as caught:
         run.load()
     assert "Permission denied" in run.messages[0]
     assert "delete" not in str(caught.value)
     assert caught.value.cause is Cause.OTHER
 
     flip_bit(run.get_manifest(2), 40)  # root can read it
-    with permissions_apply(), pytest.raises(UserError, match=r"run chmod -R u\+rwX "):
+    with enforce_permissions(), pytest.raises(UserError, match=r"run chmod -R u\+rwX "):
         run.load()
     (run.get_checkpoint(1) / name).chmod(0o700)
-    with permissions_apply():
+    with enforce_permissions():
         assert run.load() == 1
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from common.training import learning_rate, optimizers
 from configs.shared import Optim
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 
 def train(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:

@@ -8,12 +8,12 @@ from unittest import mock
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_process import RowForwarder
 from common.runs.tracking.wandb_rows import TrackingNote, list_incomplete_notes, read_note, write_note
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
 def test_sending_the_rows_of_an_attempt_does_not_change_newer_attempts(tmp_path: Path) -> None:
     """The attempt may be superseded, or resumed while `make sync` sends its rows."""
-    folder = Made(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path)
+    folder = SyntheticRun(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path)
     first, second = folder.list_attempts()
     for attempt in (first, second):
         write_note(attempt, TrackingNote())

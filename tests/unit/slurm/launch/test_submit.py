@@ -24,11 +24,11 @@ from configs.profile import Profile
 from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
 from tests.harness.custom_code.examples import write_example, write_schedule
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake, call, call_here
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_main, execute_module
 
 
 def list_arguments(cache: Path, runs: Path, *options: str) -> tuple[str, ...]:
@@ -48,8 +48,10 @@ def check_refused(process: subprocess.CompletedProcess[str], message: str) -> No
     assert message in process.stderr, process.stderr
 
 
-def test_the_folder_of_a_submitted_run_contains_all_that_the_job_needs(fake: Fake, cache: Path, runs: Path) -> None:
-    process = call(fake, "slurm", *list_arguments(cache, runs, "--nodes=2"))
+def test_the_folder_of_a_submitted_run_contains_all_that_the_job_needs(
+    fake: FakeSlurm, cache: Path, runs: Path
+) -> None:
+    process = execute_module(fake, "slurm", *list_arguments(cache, runs, "--nodes=2"))
     assert process.returncode == 0, process.stderr
     assert "job 4711 on SLURM, 2 nodes, 2 ranks" in process.stdout
     assert "make logs RUN=" in process.stdout
@@ -143,14 +145,16 @@ def test_a_job_uses_the_data_set_that_was_found_when_it_was_submitted(
     assert prepare_data_of_run(cfg, folder).name == "digits"
 
 
-def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(fake: Fake, cache: Path, runs: Path) -> None:
+def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(
+    fake: FakeSlurm, cache: Path, runs: Path
+) -> None:
     provenance.copy_source(RunFolder(runs.parent))  # a separate checkout, because other tests copy ROOT meanwhile
     checkout = runs.parent / "code"
     for arguments in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
         subprocess.run(["git", "-C", str(checkout), *arguments.split()], check=True)
 
     def submit(*options: str) -> subprocess.CompletedProcess[str]:
-        return call(fake, "slurm", *list_arguments(cache, runs, *options), source=checkout)
+        return execute_module(fake, "slurm", *list_arguments(cache, runs, *options), source=checkout)
 
     assert submit("--strict=1", "--dry-run=1").returncode == 0
     (checkout / "common" / "brand_new_file.py").write_text("x = 1\n")
@@ -159,22 +163,22 @@ def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(fake: Fak
     assert (find_only_run(runs).path / "code" / "common" / "brand_new_file.py").exists()
 
 
-def test_a_dry_run_prints_the_job_and_changes_nothing(fake: Fake, cache: Path, runs: Path) -> None:
-    process = call_here(fake, slurm_main, *list_arguments(cache, runs, "--dry-run=1", "--nodes=2"))
+def test_a_dry_run_prints_the_job_and_changes_nothing(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    process = call_main(fake, slurm_main, *list_arguments(cache, runs, "--dry-run=1", "--nodes=2"))
     assert process.returncode == 0, process.stderr
     assert "#SBATCH --nodes=2" in process.stdout
     assert "microbatches: 4" in process.stdout
-    assert not fake.calls.exists()
+    assert not fake.calls_file.exists()
     assert not runs.exists()
 
 
-def run_exp(fake: Fake, settings: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_exp(fake: FakeSlurm, settings: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
-    return in_process.run_verb("exp", *arguments, cwd=ROOT, **fake.environment())
+    return in_process_calls.call_verb("exp", *arguments, cwd=ROOT, **fake.make_environment())
 
 
-def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:
+def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: FakeSlurm) -> None:
     for settings, ranks in (("cluster.gpus=4", 4), ("processes_per_node=2", 2), ("", 1)):
         process = run_exp(fake, settings, "--dry-run=1")
         assert f"#SBATCH --ntasks-per-node={ranks}\n" in process.stdout, process.stderr
@@ -182,7 +186,7 @@ def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("dry_run", ["0", "1"])
-def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: Fake, runs: Path, dry_run: str) -> None:
+def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: FakeSlurm, runs: Path, dry_run: str) -> None:
     options = (f"--dry-run={dry_run}", "--launch=slurm")
     check_refused(run_exp(fake, f"elastic=true runs={runs}", *options), "requires at least two ranks")
     check_refused(run_exp(fake, f"batch=66 cluster.gpus=4 runs={runs}", *options), "batch=66")
@@ -208,36 +212,36 @@ def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: Fake, ru
     ],
 )
 def test_errors_of_slurm_are_reported_and_leave_no_folder(
-    fake: Fake, cache: Path, runs: Path, name: str, body: str, message: str
+    fake: FakeSlurm, cache: Path, runs: Path, name: str, body: str, message: str
 ) -> None:
-    fake.answer(name, body)
-    process = call_here(fake, slurm_main, *list_arguments(cache, runs))
+    fake.define_command(name, body)
+    process = call_main(fake, slurm_main, *list_arguments(cache, runs))
     check_refused(process, message)
     assert process.stderr.startswith("error: ")
     assert "Traceback" not in process.stderr
     assert not list(runs.glob("*"))
 
 
-def test_launch_slurm_requires_sbatch(fake: Fake, cache: Path, runs: Path) -> None:
-    (fake.bin / "sbatch").unlink()
-    path = f"{fake.bin}:{Path(sys.executable).parent}"
-    process = call_here(fake, slurm_main, *list_arguments(cache, runs, "--launch=slurm"), PATH=path)
+def test_launch_slurm_requires_sbatch(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    (fake.bin_folder / "sbatch").unlink()
+    path = f"{fake.bin_folder}:{Path(sys.executable).parent}"
+    process = call_main(fake, slurm_main, *list_arguments(cache, runs, "--launch=slurm"), PATH=path)
     check_refused(process, "sbatch is not installed here")
 
 
-def test_launch_slurm_requires_its_configuration(fake: Fake, cache: Path, runs: Path) -> None:
-    fake.conf.unlink()
-    process = call_here(fake, slurm_main, *list_arguments(cache, runs, "--launch=slurm"))
+def test_launch_slurm_requires_its_configuration(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    fake.slurm_conf.unlink()
+    process = call_main(fake, slurm_main, *list_arguments(cache, runs, "--launch=slurm"))
     check_refused(process, "SLURM is not configured here")
 
 
-def test_an_unknown_launch_is_refused(fake: Fake, cache: Path, runs: Path) -> None:
-    process = call_here(fake, slurm_main, *list_arguments(cache, runs, "--launch=elsewhere"))
+def test_an_unknown_launch_is_refused(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    process = call_main(fake, slurm_main, *list_arguments(cache, runs, "--launch=elsewhere"))
     check_refused(process, "LAUNCH=elsewhere is unknown")
 
 
 def test_a_run_of_another_version_of_the_source_is_not_submitted(tmp_path: Path) -> None:
-    folder = Made(steps=20).write(tmp_path)
+    folder = SyntheticRun(steps=20).write(tmp_path)
     text = (folder.path / "config.yaml").read_text()
     with pytest.raises(UserError, match="was created by another version of this project"):
         submit_prepared_run(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
@@ -245,7 +249,7 @@ def test_a_run_of_another_version_of_the_source_is_not_submitted(tmp_path: Path)
 
 
 def test_settings_that_the_source_of_a_run_lacks_are_refused(tmp_path: Path) -> None:
-    folder = Made(steps=20).write(tmp_path)
+    folder = SyntheticRun(steps=20).write(tmp_path)
     (folder.path / "config.yaml").write_text("epochs: 1\n")
     with pytest.raises(UserError, match=r"has no setting wandb.model; remove it from ARGS"):
         check_source_knows_settings(folder, ["epochs=2", "wandb.model=false"])

@@ -20,15 +20,15 @@ from slurm.launch import submit
 from slurm.reports import liveness, status
 from slurm.scheduling import requeue, submission
 from slurm.scheduling.job_failures import record_job_failure
-from tests.harness.commands import in_process
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake, call
+from tests.harness.commands import in_process_calls
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
 from tests.unit.slurm.submitted_runs import identify_process
 
 
 def write_stopped_run(runs: Path, state: str = "preempted", status: int = 75) -> RunFolder:
     """Write the folder of a run that can be resumed."""
-    folder = Made(steps=20).write(runs)
+    folder = SyntheticRun(steps=20).write(runs)
     Result(state, status).write(folder)
     provenance.copy_source(folder)
     return folder
@@ -66,13 +66,13 @@ def test_the_process_of_another_command_that_has_started_the_run_is_reported(
         submit.check_run_has_ended(folder, Config())
 
 
-def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake, runs: Path) -> None:
-    fake.answer("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
+def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: FakeSlurm, runs: Path) -> None:
+    fake.define_command("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
     folder = write_stopped_run(runs)
     processes: list[subprocess.CompletedProcess[str]] = []
 
     def resume() -> None:
-        processes.append(call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1"))
+        processes.append(execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1"))
 
     threads = [threading.Thread(target=resume) for _ in range(2)]
     for thread in threads:
@@ -85,7 +85,7 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake,
     assert refused.returncode == 2, refused.stderr
     reasons = ("is being s", "PENDING", "RUNNING", "was just started by another command")
     assert any(reason in refused.stderr for reason in reasons), refused.stderr
-    assert fake.calls.read_text().count("sbatch") == 1
+    assert fake.calls_file.read_text().count("sbatch") == 1
 
 
 def test_a_run_that_another_command_starts_meanwhile_is_not_started(
@@ -100,16 +100,16 @@ def test_a_run_that_another_command_starts_meanwhile_is_not_started(
 
     monkeypatch.setattr(liveness, "wait_for_earlier_attempt", let_another_command_start)
     monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
-    process = in_process.run_verb("exp", f"--resume={folder.path}", "--launch=local")
+    process = in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local")
     assert process.returncode == 2
     assert not started
     assert "was just started by another command" in process.stderr
 
 
-def test_a_refused_submission_does_not_change_the_result(fake: Fake, runs: Path) -> None:
-    fake.answer("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+def test_a_refused_submission_does_not_change_the_result(fake: FakeSlurm, runs: Path) -> None:
+    fake.define_command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     folder = write_stopped_run(runs)
-    process = call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1")
+    process = execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1")
     assert process.returncode == 2, process.stderr
     assert folder.result["state"] == "preempted"
 
