@@ -17,10 +17,11 @@ from PIL import Image
 
 from common.data.prepare import prepare_digits
 from configs.shared import Data
-from tests.harness.commands.processes import Settings, script
-from tests.harness.commands.warm import ROOT, Server
+from tests.harness.commands.execution import ForkServer
+from tests.harness.commands.processes import Settings, write_script
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
-from tests.harness.environment.shared_results import Make, make_once, run_once
+from tests.harness.environment.shared_results import GetRun, create_folder_once, run_experiment_once
+from tests.harness.repository import ROOT
 
 if TYPE_CHECKING:
     from common.ranks.rendezvous import World
@@ -29,14 +30,14 @@ MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have one warm server for all workers; it makes its imports while they collect the tests.
+    """Start one fork server for all workers; it executes its imports while they collect the tests.
 
     It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
     The process that starts the workers executes no test, and imports no torch.
     """
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ.update(MEMORY)
-        Server.start()
+        ForkServer.start()
         return
     import torch
 
@@ -65,7 +66,7 @@ def seeded() -> None:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the digits set, prepared once for all tests of all workers."""
-    return make_once(tmp_path_factory, "prepared", prepare_digits)
+    return create_folder_once(tmp_path_factory, "prepared", prepare_digits)
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +112,18 @@ def place(tmp_path: Path) -> Path:
     folder.mkdir()
     for name in ("Makefile", "requirements.txt"):
         shutil.copy(ROOT / name, folder)
-    script(folder / ".venv/bin/python", f'PYTHONPATH="$BEFORE:{ROOT}" exec "{sys.executable}" "$@"')
+    write_script(folder / ".venv/bin/python", f'PYTHONPATH="$BEFORE:{ROOT}" exec "{sys.executable}" "$@"')
     (folder / ".venv/.ready").touch()
     return folder
 
 
 @pytest.fixture
-def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     """An experiment's run with its smallest settings, made once; no test may write into its folder."""
     common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
     alone = "launch.threads=1"  # tests run three at a time
-    return lambda entry: run_once(
-        tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest
+    return lambda entry: run_experiment_once(
+        tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest_settings
     )
 
 

@@ -27,7 +27,7 @@ from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record
-from tests.harness.experiments.discovery import import_of_experiments
+from tests.harness.experiments.discovery import import_experiment_modules
 
 FAILURES = (RuntimeError, AssertionError, OSError, KeyError, ValueError, subprocess.SubprocessError, SystemExit)
 
@@ -39,7 +39,7 @@ def all_parts() -> list[Part]:
     """
     from tests.benchmarks import checkpoint, optimizers, ranks, tools, tracking
 
-    declared = import_of_experiments("tests.benchmarks.{}")
+    declared = import_experiment_modules("tests.benchmarks.{}")
     parts: list[Part] = []
     for name in config.list_experiments():
         parts += declared[name].PARTS if name in declared else [ranks.make_part(name)]
@@ -69,7 +69,7 @@ def choose_parts(names: Sequence[str]) -> list[Part]:
 def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
     """Measure one part; its record is written after each round."""
     print(f"\n{part.name}: {part.title}", flush=True)
-    origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": dict(part.facts)}
+    origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": list(part.facts)}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         scratch = Path(name)
 

@@ -70,8 +70,8 @@ def precision_table(samples: Samples) -> Table:
         megabytes_sent = samples.number(cell.name, "bytes_sent", 1e-6)
         loss_difference = samples.difference(cell.name, reference, "last_loss")
         rows.append(Row(cell.name, [rate, megabytes, megabytes_sent, loss_difference]))
-    heads = ("samples/s", "MB beyond the model", "MB sent a step", "final loss, less that of the first row")
-    return Table(("precision, microbatches, exchanged", *heads), rows)
+    heads = ("samples/s", "memory beyond the model, MB", "MB sent per step", "final loss minus that of the first row")
+    return Table(("precision, microbatches, all-reduce", *heads), rows)
 
 
 # ---- exchanging once a window
@@ -97,8 +97,13 @@ def exchange_sides(scratch: Path) -> list[Team | Task]:
 def exchange_table(samples: Samples) -> Table:
     gain = samples.ratio("short step, after each", "short step, once")
     rows = list_step_times(samples)
-    rows.append(at_least("ResNet-18, 64 px, batch 32, fp32: exchanged after each microbatch / once", gain, 1.3))
-    rows.append(Row("the same at 32 px, batch 128, bf16", [samples.ratio("after each", "once")]))
+    rows.append(at_least("ResNet-18, 64 px, batch size 32, fp32: all-reduce after each microbatch / once", gain, 1.3))
+    rows.append(
+        Row(
+            "ResNet-18, 32 px, batch size 128, bf16: all-reduce after each microbatch / once",
+            [samples.ratio("after each", "once")],
+        )
+    )
     rows.append(at_most("this script / Accelerate", samples.ratio("once", "Accelerate"), 1.01))
     rows.append(at_most("this script / Fabric", samples.ratio("once", "Fabric"), 1.01))
     return make_value_table(rows)
@@ -152,7 +157,7 @@ def bit_table(samples: Samples, pixels: int) -> Table:
         rows.append(Row(f"fp32 / {side}", [samples.ratio("fp32", side)]))
     rows.append(at_least("fp32 / bf16, channels_last", samples.ratio("fp32", "bf16, channels_last"), GOALS[pixels]))
     limit = samples.ratio("product, fp32", "product, bf16")
-    rows.append(Row("fp32 / bf16 of a matrix product of 2048 x 2048, the limit of this processor", [limit]))
+    rows.append(Row("fp32 / bf16, product of two 2048 x 2048 matrices (upper bound on this CPU)", [limit]))
     return make_value_table(rows)
 
 
@@ -186,7 +191,7 @@ def card_table(samples: Samples) -> Table:
         rate = samples.number(side, "samples_per_second")
         gigabytes = samples.number(side, "training_bytes", 1e-9)
         rows.append(Row(side, [rate, gigabytes, samples.ratio("fp32", side)]))
-    return Table(("precision", "samples/s", "GB beyond the model", "times as fast as fp32"), rows)
+    return Table(("precision", "samples/s", "memory beyond the model, GB", "speedup over fp32"), rows)
 
 
 def no_gpu() -> str:
@@ -208,7 +213,7 @@ def make_bit_part(pixels: int) -> Part:
         lambda scratch: bit_sides(scratch, pixels),
         lambda samples: bit_table(samples, pixels),
         check=bit_check,
-        facts={"threads": 2, "batch": 32},
+        facts=("2 threads", "batch size 32"),
     )
 
 
@@ -218,7 +223,7 @@ PRECISIONS_PART = Part(
     precision_sides,
     precision_table,
     rounds=3,
-    facts={"threads": "1 in each of 2 processes", "batch": 64},
+    facts=("2 processes with 1 thread each", "batch size 64"),
 )
 EXCHANGE_PART = Part(
     f"{NAME}/exchange",
@@ -226,7 +231,7 @@ EXCHANGE_PART = Part(
     exchange_sides,
     exchange_table,
     check=same_first_losses("once", 0.02),
-    facts={"threads": "1 a process"},
+    facts=("2 processes with 1 thread each",),
 )
 GPU_PART = Part(
     f"{NAME}/gpu",
@@ -234,7 +239,7 @@ GPU_PART = Part(
     card_sides,
     card_table,
     rounds=3,
-    facts={"batch": 256},
+    facts=("batch size 256",),
     missing=no_gpu,
 )
 PARTS = [PRECISIONS_PART, EXCHANGE_PART, *map(make_bit_part, GOALS), GPU_PART]

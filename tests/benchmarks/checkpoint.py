@@ -50,6 +50,8 @@ GOAL = 1.3
 OURS = "this project"
 NEW_FILE = "torch.save and fsync, a new file"
 SAME_FILE = "the same file again"
+LOOK = "vote on saving and stopping"
+WARM_UP = "warm-up of DDP's buckets"
 SAVE = f"ResNet-18, 2 processes: {OURS}"
 
 
@@ -140,8 +142,8 @@ def training(world: World) -> dict[str, Side]:
 
     return {
         "step": make_timer(world, step, 2),
-        "look": make_timer(world, look, 50),
-        "warm up": make_timer(world, lambda: ddp.warm_up_buckets(model, images), 1),
+        LOOK: make_timer(world, look, 50),
+        WARM_UP: make_timer(world, lambda: ddp.warm_up_buckets(model, images), 1),
     }
 
 
@@ -176,10 +178,10 @@ def table(samples: Samples) -> Table:
             rows.append(at_most(f"{label}: {OURS} / {NEW_FILE}", slowdown, GOAL))
             rows.append(Row(f"{label}: {OURS} / {SAME_FILE}", [samples.ratio(side, f"{label}: {SAME_FILE}")]))
     saving = samples.ratio(SAVE, "step")  # 100 % / 100 steps
-    voting = samples.number("look", factor=100 / POLL_SECONDS)
-    rows.append(at_most("% of training: a checkpoint every 100 steps", saving, 1))
-    rows.append(at_most("% of training: the vote on stop requests", voting, 0.5))
-    rows.append(Row("warm-up of DDP's buckets at a start, in steps", [samples.ratio("warm up", "step")]))
+    voting = samples.number(LOOK, factor=100 / POLL_SECONDS)
+    rows.append(at_most("% of training time: a checkpoint every 100 steps", saving, 1))
+    rows.append(at_most("% of training time: the votes on saving and stopping", voting, 0.5))
+    rows.append(Row("warm-up of DDP's buckets / step", [samples.ratio(WARM_UP, "step")]))
     return make_value_table(rows)
 
 
@@ -191,6 +193,6 @@ PARTS = [
         table,
         rounds=20,
         drop=3,  # old checkpoints are removed by then
-        facts={"threads": "1 a process", "state": "89 MB (ResNet-18), 205 MB (ResNet-50)"},
+        facts=("1 thread per process", "training state of 89 MB (ResNet-18), 205 MB (ResNet-50)"),
     )
 ]

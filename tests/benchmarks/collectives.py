@@ -33,6 +33,8 @@ ENCRYPTING = (
 )
 SLOW = "100mbit"  # rate of cables
 FAST = "200mbit"
+SLOW_LABEL = SLOW.replace("mbit", " Mbit/s")
+FAST_LABEL = FAST.replace("mbit", " Mbit/s")
 GOALS = {
     "ring, network": {64 << 10: 0.85, 1 << 20: 0.85, 4 << 20: 1.2, 25 << 20: 1.2},
     "ring, memory": {4 << 20: 1.8, 25 << 20: 1.8},
@@ -145,13 +147,13 @@ def cable_table(samples: Samples) -> Table:
     """Return a star's time by a ring's if every host has one cable, and the bytes of both beside the formula."""
     point = name_point("all_reduce", 1 << 20)
     slowdown = samples.ratio_of(RUN, f"{point}: star, network", f"{point}: ring, network")
-    label = f"star / ring, {point} on {SLOW}"
+    label = f"star / ring, {point} at {SLOW_LABEL}"
     rows = [at_least(label, slowdown, 3.6), at_most(label, slowdown, 4.2)]
     formula_bytes = 2 * (hosts.HOSTS - 1) << 20
     for side in ("ring", "star"):
         for name, bound in (("bytes_sent", 1.01), ("interface_bytes", 1.06)):
             share = samples.number(RUN, f"{point}: {side}, network, {name}", 1 / formula_bytes)
-            label = f"{side}, {name} / 2 (p - 1) n"
+            label = f"{side}, {name} / (2 (p - 1) n)"
             rows += [at_most(label, share, bound), at_least(label, share, 2 - bound)]
     return make_value_table(rows)
 
@@ -160,7 +162,7 @@ def tls_cable_table(samples: Samples) -> Table:
     """Return what encrypting costs where the cable is the limit."""
     point = name_point("all_reduce", 4 << 20)
     slowdown = measure_encryption(samples, point)
-    return make_value_table([at_most(f"ring, tls / ring, network, {point} on {FAST}", slowdown, 1.05)])
+    return make_value_table([at_most(f"ring, tls / ring, network, {point} at {FAST_LABEL}", slowdown, 1.05)])
 
 
 def list_curves(medians: Mapping[str, float]) -> dict[str, list[tuple[float, float, float]]]:
@@ -198,7 +200,7 @@ PARTS = [
         "sending and all-reduce by size: gloo, a ring of isend and irecv, and the built-in backend",
         lambda scratch: [measure_sizes(scratch, "algorithms=[ring,star]", *SIZES)],
         size_table,
-        facts={"threads": "1 in each of 2 processes"},
+        facts=("2 processes with 1 thread each",),
     ),
     Part(
         f"{NAME}/gains",
@@ -206,21 +208,25 @@ PARTS = [
         lambda scratch: [measure_sizes(scratch, "ops=[all_reduce]", f"algorithms=[ring,{FEWEST_MESSAGES}]", *SIZES)],
         gain_table,
         rounds=10,
-        facts={"threads": "1 in each of 2 processes"},
+        facts=("2 processes with 1 thread each",),
     ),
     Part(
         f"{NAME}/tls",
         "the built-in ring through encrypted sockets against plain ones",
         lambda scratch: [measure_sizes(scratch, *ENCRYPTING, *SIZES)],
         tls_table,
-        facts={"threads": "1 in each of 2 processes"},
+        facts=("2 processes with 1 thread each",),
     ),
     Part(
         f"{NAME}/cables",
         f"a star against a ring of four hosts with cables of {SLOW}",
         lambda scratch: [measure_sizes(scratch, *CABLE_SETTINGS, count=hosts.HOSTS, rate=SLOW)],
         cable_table,
-        facts={"threads": "1 in each of 4 processes", "cable": SLOW, "other programs": "not known"},
+        facts=(
+            "4 processes with 1 thread each",
+            f"links limited to {SLOW_LABEL}",
+            "load from other programs not recorded",
+        ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(SLOW, "")),
     ),
     Part(
@@ -228,7 +234,11 @@ PARTS = [
         f"the built-in ring of two hosts with cables of {FAST}, encrypted and plain",
         lambda scratch: [measure_sizes(scratch, *ENCRYPTING, "sizes=[4M]", ROUNDS, count=2, rate=FAST)],
         tls_cable_table,
-        facts={"threads": "1 in each of 2 processes", "cable": FAST, "other programs": "not known"},
+        facts=(
+            "2 processes with 1 thread each",
+            f"links limited to {FAST_LABEL}",
+            "load from other programs not recorded",
+        ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(FAST, "")),
     ),
 ]

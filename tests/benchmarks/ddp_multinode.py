@@ -34,7 +34,7 @@ SINGLE = "processes_per_node=1"
 SMALL_BATCH = 16  # the smaller, the more of a step is communication
 MEMORY = "built-in, memory"
 SOCKETS = "built-in, sockets"
-SCALING_LABEL = "samples/s of 2 processes / of two times one process with 1 thread"
+SCALING_LABEL = "samples/s: 2 processes / (2 x 1 process with 1 thread)"
 
 
 def sides(scratch: Path) -> list[Team | Task]:
@@ -90,14 +90,14 @@ PARTS = [
         sides,
         table,
         check=same_first_losses(OURS, 1e-3),
-        facts={"threads": "1 a process", "batch": 128},
+        facts=("1 thread per process unless the table states another number", "batch size 128"),
     ),
     Part(
         f"{NAME}/backend",
         f"a step of two ranks by backend: {SETTINGS[0]} batch={SMALL_BATCH} {' '.join(SETTINGS[2:4])}",
         backend_sides,
         backend_table,
-        facts={"threads": "1 a process", "batch": SMALL_BATCH},
+        facts=("2 processes with 1 thread each", f"batch size {SMALL_BATCH}"),
     ),
     unequal_ranks.PART,
     elastic_cost.PART,

@@ -11,6 +11,7 @@ from typing import Any
 from common.measure import plots
 from common.techniques.pipeline import report, schedules
 from common.techniques.pipeline.schedules import Action, Span
+from tests.benchmarks import labels
 
 FORWARD = 1e-3  # duration of a planned forward pass; the axis of a timeline counts thousandths
 NAMES = {"naive": "Naive", "gpipe": "GPipe", "1f1b": "1F1B"}
@@ -45,7 +46,9 @@ def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dic
     bars = {}
     for side in sides:
         times = [factor * seconds for seconds in part["samples"][side]["seconds"]]
-        label = textwrap.fill(side, 14, break_long_words=False) if len(sides) <= plots.MAX_VERTICAL_BARS else side
+        label = labels.reword("", side)
+        if len(sides) <= plots.MAX_VERTICAL_BARS:
+            label = textwrap.fill(label, 14, break_long_words=False)
         bars[label] = statistics.median(times), (max(times) - min(times)) / 2
     return bars
 

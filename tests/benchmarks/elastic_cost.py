@@ -29,9 +29,9 @@ from tests.benchmarks.parts import QUIET, Part, environment
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 CALLS = {
-    "begin_step": "keep buffers and random state",
-    "start_averaging": "begin to average the loss",
-    "commit": "wait for the mean",
+    "begin_step": "copy buffers and random state",
+    "start_averaging": "start the loss all-reduce",
+    "commit": "wait for its result",
 }
 METHODS = {"begin_step": "before_step"}  # methods that have another name than in the records
 FILE = "elastic_cost.json"
@@ -91,11 +91,11 @@ def sides(scratch: Path) -> list[Task]:
 def table(samples: Samples) -> Table:
     rows = []
     for side in samples.values:
-        rows.append(Row(f"{side}: ms a step", [samples.number(side, "step", 1e3)]))
+        rows.append(Row(f"{side}: ms per step", [samples.number(side, "step", 1e3)]))
         rows += [Row(f"{side}: us to {text}", [samples.number(side, name, 1e6)]) for name, text in CALLS.items()]
-        rows.append(at_most(f"{side}: us added to a step", samples.number(side, factor=1e6), 20))
+        rows.append(at_most(f"{side}: us added per step", samples.number(side, factor=1e6), 20))
         bound = 1 if side == LARGE else None
-        rows.append(Row(f"{side}: % of a step", [samples.number(side, "percent")], bound, at_least=False))
+        rows.append(Row(f"{side}: % added per step", [samples.number(side, "percent")], bound, at_least=False))
     return make_value_table(rows)
 
 
@@ -105,7 +105,7 @@ PART = Part(
     sides,
     table,
     drop=1,
-    facts={"threads": "1 a process", "batch": "64 (mlp), 16 (resnet18)"},
+    facts=("2 processes with 1 thread each", "batch size 64 (mlp), 16 (resnet18)"),
 )
 
 if __name__ == "__main__":

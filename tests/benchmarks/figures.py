@@ -17,7 +17,7 @@ from typing import Any
 
 from common.config.config import ROOT
 from tests.benchmarks.drawing import Figure, draw_plan
-from tests.harness.experiments.discovery import import_of_experiments
+from tests.harness.experiments.discovery import import_experiment_modules
 
 FOLDER = ROOT / "experiments" / "figures"
 PLANNED = ("naive", "gpipe", "1f1b")
@@ -30,7 +30,7 @@ Parts = Mapping[str, Mapping[str, Any]]
 def collect_figures() -> dict[str, Figure]:
     """Return the figures that the benchmarks of the experiments declare, by the file's name."""
     figures: dict[str, Figure] = {}
-    for module in import_of_experiments("tests.benchmarks.{}").values():
+    for module in import_experiment_modules("tests.benchmarks.{}").values():
         figures |= getattr(module, "FIGURES", {})
     return figures
 

@@ -29,10 +29,11 @@ SIDES = {
     DDP: ("ddp_multinode",),
     "H = 8": (NAME, "every=8"),
     "H = 8, int8": (NAME, "every=8", "communication=int8"),
-    "H = 32, Nesterov outside": (NAME, "every=32", "outer=nesterov", "outer_lr=0.7"),
+    "H = 32, outer=nesterov": (NAME, "every=32", "outer=nesterov", "outer_lr=0.7"),
 }
 JUDGED = ("H = 8",)
 RATE = "200mbit"
+RATE_LABEL = RATE.replace("mbit", " Mbit/s")
 
 
 # ---- accuracy
@@ -89,8 +90,11 @@ def accuracy_table(samples: Samples) -> Table:
         megabytes_sent = samples.number(name, "bytes_sent", 1e-6)
         cells: list[Cell] = [upper_end, interval, accuracy, exchanges, megabytes_sent]
         rows.append(Row(name, cells, MARGIN if name in JUDGED else None, at_least=False))
-    heads = (f"points below {DDP} at most", f"points below {DDP}, mean [95 % interval]")
-    return Table(("side", *heads, "test accuracy, %", "exchanges", "MB sent by a worker"), rows)
+    heads = (
+        f"percentage points below {DDP}, upper bound",
+        f"percentage points below {DDP}, mean [95 % interval]",
+    )
+    return Table(("strategy", *heads, "test accuracy, %", "exchanges", "MB sent per worker"), rows)
 
 
 # ---- a slow cable
@@ -144,8 +148,8 @@ def cable_table(samples: Samples) -> Table:
         milliseconds = samples.number("run", column, 1e3)
         megabytes = samples.number("run", f"{name}: megabytes")
         rows.append(Row(name, [gain, milliseconds, megabytes], goals.get(name)))
-    rows.append(Row(f"{LOCAL} / {TORCH}", [compare(LOCAL, TORCH), "", ""], 1.05, at_least=False))
-    return Table(("side", f"{FP32} / this", "ms a step", "MB sent a step"), rows)
+    rows.append(Row(f"step time: local SGD / {TORCH}", [compare(LOCAL, TORCH), "", ""], 1.05, at_least=False))
+    return Table(("strategy", f"speedup over {FP32}", "ms per step", "MB sent per step"), rows)
 
 
 PARTS = [
@@ -155,7 +159,7 @@ PARTS = [
         lambda scratch: [train(scratch, name) for name in SIDES],
         accuracy_table,
         rounds=SEEDS,
-        facts={"threads": "1 in each of 2 processes", "batch": BATCH},
+        facts=("2 processes with 1 thread each", f"batch size {BATCH}"),
         missing=no_mnist,
     ),
     Part(
@@ -164,7 +168,12 @@ PARTS = [
         measure_on_cable,
         cable_table,
         rounds=5,
-        facts={"threads": "1 in each of 2 processes", "batch": 16, "cable": RATE, "other programs": "not known"},
+        facts=(
+            "2 processes with 1 thread each",
+            "batch size 16",
+            f"links limited to {RATE_LABEL}",
+            "load from other programs not recorded",
+        ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),
     *local_sgd_crossover.PARTS,

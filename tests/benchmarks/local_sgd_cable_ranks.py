@@ -50,7 +50,7 @@ POWERSGD = "DDP, PowerSGD"
 TORCH = f"torch's PostLocalSGD, H = {EVERY}"
 LOCAL = f"local SGD, H = {EVERY}"
 INT8 = f"{LOCAL}, int8"
-DELAYED = f"{LOCAL}, outer step {DELAY} later"
+DELAYED = f"{LOCAL}, delay={DELAY}"
 REFILL_SECONDS = 0.1  # after which the bucket of the cable is full again
 Step = Callable[[Tensor, Tensor], None]
 

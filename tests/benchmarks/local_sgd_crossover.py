@@ -104,6 +104,11 @@ def measure_rate(scratch: Path, rate: str) -> Task:
     return Task(rate or FREE, run)
 
 
+def format_rate(rate: str) -> str:
+    """Format a rate for a table: 200 Mbit/s for 200mbit."""
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
 def predict_seconds(free: float, strategy: str, rate: str) -> float:
     """Return alpha + beta n in seconds: a step on a cable of that rate, `free` being what it takes without a limit."""
     return free + 8 * count_bytes(strategy) / parse_rate_and_delay(rate, "").rate
@@ -119,8 +124,9 @@ def table(samples: Samples) -> Table:
             predicted = predict_seconds(samples.number(FREE, strategy).value, strategy, rate)
             milliseconds = samples.number(rate, strategy, 1e3)
             gain: Cell = "" if strategy == DDP else samples.ratio_of(rate, DDP, strategy)
-            rows.append(Row(f"{strategy}, {rate}", [milliseconds, f"{1e3 * predicted:,.3g}", gain, ""]))
-    return Table(("strategy, cable", "ms a step", "alpha + beta n, ms", f"{DDP} / this", "kB a step"), rows)
+            rows.append(Row(f"{strategy}, {format_rate(rate)}", [milliseconds, f"{1e3 * predicted:,.3g}", gain, ""]))
+    heads = ("ms per step", "predicted ms: alpha + beta n", f"speedup over {DDP}", "kB sent per step")
+    return Table(("strategy, link rate", *heads), rows)
 
 
 # ---- accuracy by bytes
@@ -177,7 +183,7 @@ def accuracy_table(samples: Samples) -> Table:
         loss: Cell = "" if name == DDP else samples.difference(DDP, name, "test_accuracy", 100)
         accuracy = samples.number(name, "test_accuracy", 100)
         rows.append(Row(name, [accuracy, loss, samples.number(name, "bytes", 1e-6)]))
-    return Table(("strategy", "test accuracy, %", f"points below {DDP}", "MB sent by a rank"), rows)
+    return Table(("strategy", "test accuracy, %", f"percentage points below {DDP}", "MB sent per rank"), rows)
 
 
 def sides(scratch: Path) -> Sequence[Task]:
@@ -218,7 +224,7 @@ PARTS = [
         sides,
         table,
         rounds=3,
-        facts={"threads": "1 in each of 2 processes", "batch": CABLE_BATCH, "other programs": "not known"},
+        facts=("2 processes with 1 thread each", f"batch size {CABLE_BATCH}", "load from other programs not recorded"),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATES[0], "")),
     ),
     Part(
@@ -227,7 +233,7 @@ PARTS = [
         lambda scratch: [measure_accuracy(scratch, name) for name in STRATEGIES],
         accuracy_table,
         rounds=3,
-        facts={"threads": "1 in each of 2 processes", "batch": BATCH},
+        facts=("2 processes with 1 thread each", f"batch size {BATCH}"),
         missing=no_mnist,
     ),
 ]

@@ -91,13 +91,13 @@ def pipelines(scratch: Path, schedules: list[str], *settings: str) -> list[Task]
             tasks.append(run_of(scratch, f"{engine} {schedule}", NAME, *pipeline, keep=KEEP))
     tasks.append(run_of(scratch, "unsplit, 1 thread", NAME, *ONE_THREAD, *UNSPLIT, *settings))
     tasks.append(run_of(scratch, "unsplit, 2 threads", NAME, *TWO_THREADS, *UNSPLIT, *settings))
-    tasks.append(run_of(scratch, "accumulating, 1 thread", NAME, *ONE_THREAD, *ACCUMULATING, *settings))
+    tasks.append(run_of(scratch, "gradient accumulation, 1 thread", NAME, *ONE_THREAD, *ACCUMULATING, *settings))
     return tasks
 
 
 def same_losses(scratch: Path, samples: Samples) -> None:
     """Check that all sides train the same model on the same batches."""
-    expected = samples.values["accumulating, 1 thread"]["first_loss"]
+    expected = samples.values["gradient accumulation, 1 thread"]["first_loss"]
     for side, columns in samples.values.items():
         require_same(side, columns["first_loss"], expected, TOLERANCE)
 
@@ -109,7 +109,7 @@ def small_table(samples: Samples) -> Table:
         rows.append(at_least(f"torch {name} / built-in {name}", gain, 3))
     for side in ("unsplit, 1 thread", "unsplit, 2 threads"):
         gain = samples.ratio(side, "built-in 1f1b")
-        rows.append(Row(f"{side} / built-in 1f1b (above 1 the pipeline pays)", [gain]))
+        rows.append(Row(f"{side} / built-in 1f1b", [gain]))
     return make_value_table(rows)
 
 
@@ -120,14 +120,14 @@ def wide_table(samples: Samples, microbatches: int = 4) -> Table:
         side = f"built-in {name}"
         gain_over_torch = samples.ratio(f"torch {name}", side)
         gain = samples.ratio("unsplit, 1 thread", side)
-        share = samples.ratio("accumulating, 1 thread", side, 1 / ideal)
+        share = samples.ratio("gradient accumulation, 1 thread", side, 1 / ideal)
         rows.append(at_least(f"torch {name} / {side}", gain_over_torch, 1.1))
-        rows.append(at_least(f"unsplit, 1 thread / {side} (ideal {ideal:.2f})", gain, 1.3))
+        rows.append(at_least(f"unsplit, 1 thread / {side} (ideal: {ideal:.2f})", gain, 1.3))
         rows.append(Row(f"unsplit, 2 threads / {side}", [samples.ratio("unsplit, 2 threads", side)]))
-        rows.append(at_least(f"share of the bound, {side}", share, 0.8))
+        rows.append(at_least(f"bound / {side}", share, 0.8))
         for stage in (0, 1):
             idle = samples.number(side, f"idle_share_{stage}", 100)
-            rows.append(Row(f"idle share of stage {stage}, {side}, %", [idle]))
+            rows.append(Row(f"% of a step that stage {stage} is idle, {side}", [idle]))
     return make_value_table(rows)
 
 
@@ -153,7 +153,7 @@ def width_table(samples: Samples) -> Table:
         gain = samples.ratio(f"width {width}: unsplit, 1 thread", side)
         gain_over_threads = samples.ratio(f"width {width}: unsplit, 2 threads", side)
         rows.append(Row(f"{width}", [samples.number(side, factor=1e3), gain, gain_over_threads]))
-    columns = ("width", "ms a step of 1F1B", "unsplit with 1 thread / 1F1B", "unsplit with 2 threads / 1F1B")
+    columns = ("width", "ms per step: 1F1B", "unsplit with 1 thread / 1F1B", "unsplit with 2 threads / 1F1B")
     return Table(columns, rows)
 
 
@@ -241,7 +241,7 @@ def loop_table(samples: Samples) -> Table:
     slowdown = samples.ratio("this script", "bare loop")
     gain = samples.ratio("Lightning Trainer", "this script")
     rows = list_step_times(samples, "us")
-    rows.append(at_most("this script, every loss on disk / bare loop, nothing logged", slowdown, 1.05))
+    rows.append(at_most("this script, all losses logged / bare loop, nothing logged", slowdown, 1.05))
     rows.append(at_least("Lightning Trainer / this script", gain, 2.3))
     for side in ("Lightning Trainer, nothing logged", "Accelerate", "Fabric"):
         rows.append(Row(f"{side} / this script", [samples.ratio(side, "this script")]))
@@ -298,7 +298,7 @@ def loader_sides(scratch: Path) -> list[Team]:
         return {
             "in-memory loader": make_side(lambda: iter(loader_of(images, cfg))),
             "PIL transforms in a DataLoader": make_side(lambda: iter(in_process)),
-            "the same with 2 workers": make_side(lambda: iter(with_workers)),
+            "PIL transforms in a DataLoader, 2 workers": make_side(lambda: iter(with_workers)),
             "one fixed batch": make_side(lambda: iter([fixed] * LOADER_STEPS)),
         }
 
@@ -311,7 +311,7 @@ def loader_table(samples: Samples) -> Table:
     rows = list_step_times(samples, "us")
     rows.append(at_least(f"{slow} / {ours}", samples.ratio(slow, ours), 6))
     rows.append(Row(f"{workers} / {ours}", [samples.ratio(workers, ours)]))
-    rows.append(at_least(f"{fixed}, the limit / {ours}", samples.ratio(fixed, ours), 0.8))
+    rows.append(at_least(f"{fixed} (lower bound) / {ours}", samples.ratio(fixed, ours), 0.8))
     return make_value_table(rows)
 
 
@@ -362,6 +362,7 @@ SMALL = ("steps=600",)
 WIDE = ("width=1024", "batch=1024", "depth=2", "microbatches=4", "steps=24")
 ALL = ["naive", "gpipe", "1f1b"]
 KEEP = ["idle_share"]
+THREADS = "1 thread per process unless the table states another number"
 
 PARTS = [
     Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, attachments=read_output),
@@ -371,7 +372,7 @@ PARTS = [
         lambda scratch: pipelines(scratch, ALL, *SMALL),
         small_table,
         check=same_losses,
-        facts={"threads": "1 a process", "batch": 64},
+        facts=(THREADS, "batch size 64"),
         attachments=timelines("built-in naive", "built-in gpipe", "built-in 1f1b"),
     ),
     Part(
@@ -380,7 +381,7 @@ PARTS = [
         lambda scratch: pipelines(scratch, ALL[1:], *WIDE),
         wide_table,
         check=same_losses,
-        facts={"threads": "1 a process", "batch": 1024},
+        facts=(THREADS, "batch size 1024"),
         attachments=timelines("built-in gpipe", "built-in 1f1b"),
     ),
     Part(
@@ -389,7 +390,7 @@ PARTS = [
         width_sides,
         width_table,
         rounds=3,
-        facts={"threads": "1 a process", "batch": 1024},
+        facts=(THREADS, "batch size 1024"),
     ),
     Part(
         f"{NAME}/loop",
@@ -398,7 +399,7 @@ PARTS = [
         loop_table,
         rounds=8,
         drop=1,
-        facts={"threads": 2, "batch": 64},
+        facts=("2 threads", "batch size 64"),
     ),
     Part(
         f"{NAME}/loader",
@@ -407,14 +408,14 @@ PARTS = [
         loader_table,
         rounds=6,
         drop=1,
-        facts={"threads": 2, "batch": 64},
+        facts=("2 threads", "batch size 64"),
     ),
     Part(
         f"{NAME}/accuracy",
         f"to 97.5 % on MNIST: {' '.join(RECIPE)}",
         accuracy_sides,
         accuracy_table,
-        facts={"threads": 2, "batch": 256},
+        facts=("2 threads", "batch size 256"),
         missing=no_mnist,
     ),
 ]

@@ -108,8 +108,8 @@ def table(samples: Samples) -> Table:
             samples.number(lars, "rate", batch / BASE),
         ]
         rows.append(Row(f"{batch:,}", cells))
-    columns = ("SGD: test accuracy, %", "LARS: test accuracy, %", "LARS - SGD, points", "steps")
-    return Table(("batch", *columns, "SGD: learning rate", "LARS: learning rate"), rows)
+    columns = ("SGD: test accuracy, %", "LARS: test accuracy, %", "LARS - SGD, percentage points", "steps")
+    return Table(("batch size", *columns, "SGD: learning rate", "LARS: learning rate"), rows)
 
 
 PARTS = [
@@ -119,7 +119,7 @@ PARTS = [
         sides,
         table,
         rounds=3,
-        facts={"threads": "1 in each of 2 runs at a time", "learning rates tried": len(RATES[SGD])},
+        facts=("2 runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
         missing=no_mnist,
     )
 ]

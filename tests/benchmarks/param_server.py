@@ -25,8 +25,9 @@ MODES = {
     **{f"bounded, {bound}": ("mode=bounded", f"staleness={bound}") for bound in (0, 1, 3, 9)},
 }
 RATE = "100mbit"
+RATE_LABEL = RATE.replace("mbit", " Mbit/s")
 DDP = "DDP"
-FREE = "async, no slow cable"
+FREE = "async, no slow link"
 WITHOUT_SLOW = "async, without the slow worker"
 # ranks meet to write metrics, and all wait there for the slow cable: seldom, as one would set it on such a cable
 ON_HOSTS = ("model=mlp", "launch.threads=1", "epochs=1", "data.test_limit=0", "log.seconds=10")
@@ -54,7 +55,7 @@ def table(samples: Samples) -> Table:
         staleness: Cell = "" if side == DDP else samples.number(side, "staleness_mean")
         accuracy = samples.number(side, "test_accuracy", factor=100)
         rows.append(Row(side, [samples.number(side, factor=1e3), accuracy, staleness]))
-    return Table(("mode", "ms a step", "test accuracy, %", "mean staleness"), rows)
+    return Table(("mode", "ms per step", "test accuracy, %", "mean staleness"), rows)
 
 
 # ---- four hosts, of which one has a slow cable
@@ -121,14 +122,19 @@ PARTS = [
         "steps of four workers, by mode, and of DDP",
         sides,
         table,
-        facts={"threads": "1 in each of 4 processes", "batch": 64},
+        facts=("4 processes with 1 thread each", "batch size 64"),
     ),
     Part(
         f"{NAME}/slow_cable",
         f"four workers on four hosts, the cable of one of them at {RATE}",
         sides_on_hosts,
         table_on_hosts,
-        facts={"threads": "1 in each of 4 processes", "batch": BATCH, "cable": RATE, "other programs": "not known"},
+        facts=(
+            "4 processes with 1 thread each",
+            f"batch size {BATCH}",
+            f"link of one host limited to {RATE_LABEL}",
+            "load from other programs not recorded",
+        ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),
 ]

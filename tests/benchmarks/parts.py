@@ -21,7 +21,7 @@ from common.system.causes import Cause
 from common.system.errors import CausedRuntimeError
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
-from tests.harness.commands.processes import applicable
+from tests.harness.commands.processes import select_applicable_settings
 
 QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 BRIEF = ("data.test_limit=1000",)
@@ -41,8 +41,8 @@ class Part:
     rounds: int = 5
     drop: int = 0
     """Rounds before these that warm up and do not count."""
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Conditions that the page shows below the table: threads, batch."""
+    facts: Sequence[str] = ()
+    """Conditions that the page lists below the table, such as `2 processes with 1 thread each` and `batch size 64`."""
     check: Callable[[Path, Samples], None] = lambda scratch, samples: None
     """Raises AssertionError if the sides did not do the same work."""
     missing: Callable[[], str] = lambda: ""
@@ -89,7 +89,7 @@ def finish(
     With `nodes` it is submitted to the cluster that `env` leads to.
     """
     runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-    arguments = applicable(experiment, [*QUIET, *BRIEF, *settings, f"runs={runs}"])
+    arguments = select_applicable_settings(experiment, [*QUIET, *BRIEF, *settings, f"runs={runs}"])
     command = [sys.executable, f"experiments/{experiment}.py", *arguments]
     if nodes:
         options = [f"--nodes={nodes}", "--follow=1", f"--args={shlex.join(arguments)}"]

@@ -39,13 +39,13 @@ sys.path.insert(0, str(ROOT))
 
 from tests.benchmarks import planted_mistakes_list  # noqa: E402
 from tests.benchmarks.planted_mistakes_list import Mistake  # noqa: E402
-from tests.harness.experiments.discovery import import_of_experiments  # noqa: E402
+from tests.harness.experiments.discovery import import_experiment_modules  # noqa: E402
 
 
 def list_all_mistakes() -> list[Mistake]:
     """Return the mistakes of the shared list and of all experiments."""
     mistakes = list(planted_mistakes_list.MISTAKES)
-    for module in import_of_experiments("tests.benchmarks.{}_mistakes").values():
+    for module in import_experiment_modules("tests.benchmarks.{}_mistakes").values():
         mistakes += module.MISTAKES
     return mistakes
 

@@ -15,7 +15,7 @@ RANKS = {"1 process": 1, "2 processes": 2}
 def table(samples: Samples) -> Table:
     gain = samples.ratio("1 process", "2 processes", 0.5)
     rows = list_step_times(samples)
-    rows.append(Row("samples/s of 2 processes / of two times one process", [gain]))
+    rows.append(Row("samples/s: 2 processes / (2 x 1 process)", [gain]))
     return make_value_table(rows)
 
 
@@ -26,5 +26,5 @@ def make_part(name: str) -> Part:
         return [run_of(scratch, side, name, *BRIEF, f"processes_per_node={count}") for side, count in RANKS.items()]
 
     return Part(
-        f"{name}/ranks", "a training step with two ranks and with one", sides, table, facts={"threads": "1 a process"}
+        f"{name}/ranks", "a training step with two ranks and with one", sides, table, facts=("1 thread per process",)
     )

@@ -1,7 +1,7 @@
 """Records, which benchmarks write and pages show: one JSON per machine and day, with all samples and their tables.
 
     {"format": 1, "date": "2026-11-22", "machine": {"cpu": ..., "cores": ..., "memory_gb": ...}, "versions": {...},
-     "parts": {"ddp_multinode/step": {"title": ..., "command": ..., "commit": ..., "facts": {"threads": 1, ...},
+     "parts": {"ddp_multinode/step": {"title": ..., "command": ..., "commit": ..., "facts": ["1 thread", ...],
        "rounds": 4, "samples": {side: {name: [one number a round]}}, "table": {"columns": [...], "rows": [...]}}}}
 
 A row of a table has `what`, `cells` (text or {"value", "low", "high"}) and, if its first cell has one, a `goal`
@@ -72,7 +72,7 @@ def at_most(label: str, number: Number, bound: float) -> Row:
 def list_step_times(samples: Samples, unit: str = "ms") -> list[Row]:
     """Return a row per side: the time of a step, in ms or us."""
     factor = {"ms": 1e3, "us": 1e6}[unit]
-    return [Row(f"{unit} a step: {side}", [samples.number(side, factor=factor)]) for side in samples.values]
+    return [Row(f"{unit} per step: {side}", [samples.number(side, factor=factor)]) for side in samples.values]
 
 
 def make_value_table(rows: Sequence[Row]) -> Table:
@@ -204,34 +204,43 @@ def lines_of(part: Mapping[str, Any]) -> list[list[str]]:
     return lines
 
 
-def origin_of(part: Mapping[str, Any]) -> str:
-    """Describe the origin of a table in one paragraph: command, rounds, machine, versions."""
-    machine = part["machine"]
-    versions = part["versions"]
-    facts = part.get("facts", {})
-    memory = f", {machine['memory_gb']} GB" if machine.get("memory_gb") else ""
+def origin_of(part: Mapping[str, Any], facts: Sequence[str], method: str) -> str:
+    """Describe the origin of a table in one line: date, command, rounds, conditions, machine, versions.
 
-    phrases = [f"`{part['command']}`, {part['date']}", count_rounds(part)]
-    phrases += [f"{name} {fact}" for name, fact in facts.items()]
-    phrases.append(f"{machine['cpu']}, {machine['cores']} cores{memory}")
-    phrases.append(", ".join(f"{name} {versions[name]}" for name in versions if name in ("python", "torch")))
+    `method` is the path of the page that explains how numbers are measured.
+    """
+    phrases = [*count_rounds(part), *facts, describe_cores(part["machine"])]
+    versions = part["versions"]
+    names = {"python": "Python", "torch": "PyTorch"}
+    phrases.append(", ".join(f"{names[name]} {versions[name]}" for name in versions if name in names))
     if part.get("others", 0) > NOISY:
         phrases.append(describe_disturbance(part))
-    if "note" in part:
-        phrases.append(part["note"])
-    return "; ".join(phrases) + "."
+    return f"[Measured]({method}) on {part['date']} with `{part['command']}`: {'; '.join(phrases)}."
 
 
-def count_rounds(part: Mapping[str, Any]) -> str:
-    """Describe how many rounds a table summarizes."""
+def describe_cores(machine: Mapping[str, Any]) -> str:
+    """Describe the machine of a record."""
+    memory = f", {machine['memory_gb']} GB of memory" if machine.get("memory_gb") else ""
+    return f"{machine['cpu']}, {machine['cores']} cores{memory}"
+
+
+def count_rounds(part: Mapping[str, Any]) -> list[str]:
+    """Describe how many rounds a table summarizes; a table that counts runs needs no such phrase."""
+    if "runs" in part["table"]["columns"]:
+        return []
     count = part["rounds"]
-    text = "1 round" if count == 1 else f"{count} rounds"
-    return f"{text}, medians [lowest..highest]" if count > 1 and "samples" in part else text
+    if count == 1:
+        return ["1 round"]
+    return [f"medians [lowest..highest] of {count} rounds" if "samples" in part else f"{count} rounds"]
 
 
 def describe_disturbance(part: Mapping[str, Any]) -> str:
     """Describe the rounds in which other programs used the machine."""
-    count = part["rounds"] - part["undisturbed"]
-    effect = "which count all the same" if is_disturbed(part) else "which are left out"
-    percent = f"{100 * part['others']:.0f} %"
-    return f"disturbed: {count} of {part['rounds']}, {effect} (other programs used up to {percent} of the machine)"
+    rounds = part["rounds"]
+    load = f"used up to {100 * part['others']:.0f} % of the machine"
+    if rounds == 1:
+        return f"disturbed by other programs, which {load}"
+    count = rounds - part["undisturbed"]
+    were = "was" if count == 1 else "were"
+    effect = "included" if is_disturbed(part) else "excluded"
+    return f"{count} of {rounds} rounds {were} disturbed by other programs, which {load}, and {were} {effect}"

@@ -15,7 +15,7 @@ SIDES = {
     "one process, 1 thread": ("strategy=single", "launch.threads=1"),
     "one process, 2 threads": ("strategy=single", "launch.threads=2"),
     "DDP, 2 processes with 1 thread": ("strategy=ddp", "launch.threads=1"),
-    "DDP with synchronised BatchNorm": ("strategy=ddp", "launch.threads=1", "sync_batchnorm=true"),
+    "DDP with synchronized BatchNorm": ("strategy=ddp", "launch.threads=1", "sync_batchnorm=true"),
 }
 
 
@@ -32,7 +32,7 @@ def table(samples: Samples) -> Table:
         median_rate = rates[len(rates) // 2]
         speed = samples.ratio(first, name)
         rows.append(Row(name, [samples.number(name, factor=1e3), f"{median_rate:.0f}", speed]))
-    return Table(("strategy", "ms a step", "samples/s", "times as fast as one thread"), rows)
+    return Table(("strategy", "ms per step", "samples/s", "speedup over one thread"), rows)
 
 
 PARTS = [
@@ -41,7 +41,7 @@ PARTS = [
         "ResNet-18, 28 px, batch 64: one process and DDP",
         sides,
         table,
-        facts={"threads": "as named", "batch": BATCH},
+        facts=("numbers of threads as stated in the table", f"batch size {BATCH}"),
     )
 ]
 FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/strategies", make_bar_drawer("ResNet-18, batch 64"))}

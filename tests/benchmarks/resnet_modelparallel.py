@@ -48,8 +48,14 @@ def mode_table(samples: Samples) -> Table:
             memories.append("-")
         ideal = f"{100 * columns['ideal_bubble'][0]:.3g}"
         rows.append(Row(mode, [samples.number(mode, factor=1e3), ideal, *idle_shares, *memories]))
-    heads = ("ideal bubble, %", "idle share of stage 0, %", "of stage 1, %", "peak MiB of stage 0", "of stage 1")
-    return Table(("mode, microbatch", "ms a step", *heads), rows)
+    heads = (
+        "ideal bubble, %",
+        "idle time of stage 0, %",
+        "idle time of stage 1, %",
+        "peak memory of stage 0, MiB",
+        "peak memory of stage 1, MiB",
+    )
+    return Table(("mode, microbatch size", "ms per step", *heads), rows)
 
 
 PIECES = 4  # microbatches
@@ -69,9 +75,9 @@ SPLIT = {
     "naive": ("mode=naive",),
     "gpipe": ("mode=pipelined", "schedule=gpipe"),
     "1f1b": ("mode=pipelined", "schedule=1f1b"),
-    "gpipe, split behind layer2": ("mode=pipelined", "schedule=gpipe", "split=[layer3_0]"),
+    "gpipe, split after layer2": ("mode=pipelined", "schedule=gpipe", "split=[layer3_0]"),
     "unsplit": ("mode=single",),
-    "accumulating": ("mode=single", f"split_size={64 // PIECES}"),
+    "gradient accumulation": ("mode=single", f"split_size={64 // PIECES}"),
 }
 
 
@@ -86,9 +92,9 @@ def deep_sides(scratch: Path) -> list[Task]:
 def deep_check(scratch: Path, samples: Samples) -> None:
     references = {
         "naive": "unsplit",
-        "gpipe": "accumulating",
-        "1f1b": "accumulating",
-        "gpipe, split behind layer2": "accumulating",
+        "gpipe": "gradient accumulation",
+        "1f1b": "gradient accumulation",
+        "gpipe, split after layer2": "gradient accumulation",
     }
     for name, reference in references.items():
         losses = samples.values[name]["first_loss"]
@@ -101,14 +107,14 @@ def deep_table(samples: Samples) -> Table:
 
     rows = []
     for side in samples.values:
-        rows.append(Row(f"ms a step: {side}", [samples.number(side, factor=1e3), ""]))
+        rows.append(Row(f"ms per step: {side}", [samples.number(side, factor=1e3), ""]))
     bound = (PIECES + 1) / PIECES / 2
-    split_gain = samples.ratio("gpipe, split behind layer2", "gpipe")
+    split_gain = samples.ratio("gpipe, split after layer2", "gpipe")
     rows.append(Row("naive / pipelined", compare("naive"), 1.45))
-    rows.append(Row("share of the bound", compare("accumulating", bound), 0.95))
+    rows.append(Row("bound / pipelined", compare("gradient accumulation", bound), 0.95))
     rows.append(Row("unsplit with 1 thread / pipelined", compare("unsplit")))
     rows.append(Row("unsplit with 2 threads / pipelined", compare("unsplit, 2 threads")))
-    rows.append(Row("split behind layer2 / split by measured time", [split_gain, ""], 1.12))
+    rows.append(Row("split after layer2 / split by measured time", [split_gain, ""], 1.12))
     return Table(("measured", "GPipe", "1F1B"), rows)
 
 
@@ -135,7 +141,7 @@ PARTS = [
         mode_sides,
         mode_table,
         rounds=3,
-        facts={"threads": "2 in all", "batch": 64},
+        facts=("2 threads in total", "batch size 64"),
         attachments=timelines("naive", "pipelined, 16"),
     ),
     Part(
@@ -144,7 +150,7 @@ PARTS = [
         deep_sides,
         deep_table,
         check=deep_check,
-        facts={"threads": "1 a stage", "batch": 64},
+        facts=("1 thread per stage unless the table states another number", "batch size 64"),
         attachments=timelines("naive", "gpipe", "1f1b"),
     ),
 ]

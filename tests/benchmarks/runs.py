@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
 def write_runs(runs: Path, count: int, steps: int) -> None:
@@ -29,7 +29,7 @@ def write_runs(runs: Path, count: int, steps: int) -> None:
             name = "ddp_multinode"
             settings |= {"processes_per_node": str(processes)}
             measured = {"efficiency": 1 - 0.05 * processes}
-        run = Made(
+        run = SyntheticRun(
             name=name,
             number=number,
             steps=steps,

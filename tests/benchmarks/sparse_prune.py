@@ -2,7 +2,7 @@
 
 Criteria: LeNet-300-100 on MNIST, dense and with each criterion, one seed a round. Masks: global magnitude masks of
 ResNet-50 against torch.nn.utils.prune.global_unstructured. Step: a training step with masks against a dense one, and
-against the library's reparametrisation. Linear: a layer in CSR against dense ones in float32 and bf16.
+against the library's reparametrization. Linear: a layer in CSR against dense ones in float32 and bf16.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def accuracy_table(samples: Samples) -> Table:
             label = f"{criterion}, {100 * float(level):.0f} % pruned"
             bound = MAX_ACCURACY_LOSS[level] if criterion == "magnitude" else None
             rows.append(make_accuracy_row(samples, label, f"{criterion} {level}", bound))
-    return Table(("criterion", "points below dense", "test accuracy, %", "kB compressed"), rows)
+    return Table(("criterion", "percentage points below dense", "test accuracy, %", "compressed file, kB"), rows)
 
 
 # ---- masks of ResNet-50
@@ -136,7 +136,7 @@ def mask_table(samples: Samples) -> Table:
     project, unstructured, kth_value = samples.values
     rows = [Row(f"ms: {side}", [samples.number(side, factor=1e3)]) for side in samples.values]
     gain = samples.ratio(unstructured, project)
-    rows.append(at_least(f"{unstructured} / {project}, equal masks but for ties", gain, 25))
+    rows.append(at_least(f"{unstructured} / {project}, masks identical except for ties", gain, 25))
     rows.append(Row(f"{kth_value} / {project}", [samples.ratio(kth_value, project)]))
     return make_value_table(rows)
 
@@ -149,14 +149,14 @@ PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
 
 def bare_sides(cfg: Config, prepared: PreparedDataset, world: World) -> dict[str, Side]:
-    """Bare loops without and with the library's reparametrisation."""
+    """Bare loops without and with the library's reparametrization."""
     images = data.Images(prepared, "train")
     loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=cfg.data.block)
 
-    def make_side(reparametrise: bool) -> Side:
+    def make_side(reparametrize: bool) -> Side:
         torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
         model = networks.SimpleNN()
-        if reparametrise:
+        if reparametrize:
             pairs = [(layer, "weight") for layer in model.modules() if isinstance(layer, nn.Linear)]
             library.global_unstructured(pairs, pruning_method=library.L1Unstructured, amount=SHARE)
 
@@ -169,7 +169,7 @@ def bare_sides(cfg: Config, prepared: PreparedDataset, world: World) -> dict[str
 
         return train
 
-    return {"bare loop": make_side(False), "bare loop, reparametrised": make_side(True)}
+    return {"bare loop": make_side(False), "bare loop, reparametrized": make_side(True)}
 
 
 def step_sides(scratch: Path) -> list[Team | Task]:
@@ -184,10 +184,10 @@ def step_sides(scratch: Path) -> list[Team | Task]:
 
 
 def step_table(samples: Samples) -> Table:
-    bare = samples.ratio("bare loop, reparametrised", "bare loop")
+    bare = samples.ratio("bare loop, reparametrized", "bare loop")
     rows = list_step_times(samples, "us")
     rows.append(at_most("masks / dense", samples.ratio("masks", "dense"), 1.08))
-    rows.append(Row("a bare loop with the library's reparametrisation / without", [bare]))
+    rows.append(Row("bare loop, reparametrized / bare loop", [bare]))
     return make_value_table(rows)
 
 
@@ -237,7 +237,7 @@ def linear_table(samples: Samples) -> Table:
         name = f"csr {level:.0%}"
         cells = [samples.number(name, factor=1e3), samples.ratio("fp32", name), samples.ratio("bf16", name)]
         rows.append(Row(f"{100 * level:.0f} %", cells))
-    return Table(("pruned", "ms in CSR", "dense float32 / CSR", "dense bf16 / CSR"), rows)
+    return Table(("pruned weights", "ms: CSR", "dense float32 / CSR", "dense bf16 / CSR"), rows)
 
 
 # ---- 2:4 on a GPU
@@ -251,7 +251,9 @@ def card_sides(scratch: Path) -> list[Task]:
 def card_table(samples: Samples) -> Table:
     dense = samples.number("2:4", "fp16_seconds", 1e3)
     sparse = samples.number("2:4", "two_of_four_seconds", 1e3)
-    return Table(("784-128-64-10, one pass", "ms"), [Row("dense float16", [dense]), Row("2:4", [sparse])])
+    return Table(
+        ("weights", "ms per forward pass"), [Row("dense float16", [dense]), Row("2:4-sparse float16", [sparse])]
+    )
 
 
 def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
@@ -282,7 +284,7 @@ PARTS = [
         "LeNet-300-100 on MNIST, 10 epochs, one seed a round",
         accuracy_sides,
         accuracy_table,
-        facts={"threads": 1, "batch": 128},
+        facts=("1 thread", "batch size 128"),
         missing=no_mnist,
     ),
     Part(
@@ -291,14 +293,14 @@ PARTS = [
         lambda scratch: [Team(1, 2, mask_sides)],
         mask_table,
         drop=1,
-        facts={"threads": 2},
+        facts=("2 threads",),
     ),
     Part(
         f"{NAME}/step",
         "a training step of the 784-128-64-10 network at 90 %",
         step_sides,
         step_table,
-        facts={"threads": 1, "batch": 64},
+        facts=("1 thread", "batch size 64"),
     ),
     Part(
         f"{NAME}/linear",
@@ -307,7 +309,7 @@ PARTS = [
         linear_table,
         rounds=8,
         drop=1,
-        facts={"threads": 2},
+        facts=("2 threads",),
     ),
     Part(f"{NAME}/gpu", "2:4 on sparse tensor cores", card_sides, card_table, missing=no_gpu),
 ]

@@ -5,18 +5,21 @@
 A page holds markers, and what stands between them is generated:
 
     <!-- measured ddp_multinode/step -->                                    a table of what was recorded, and its origin
+    <!-- measured amp_accum/gpu | Precisions on a GPU -->                   the same below this caption
     <!-- output mnist_pipeline/run -->                                      what a command printed
     <!-- value ddp_multinode/step | this script / Fabric | value -->        one number in a sentence
     <!-- figure ddp_multinode -->                                           a figure of what was recorded
     <!-- end -->
 
 A table of more than twelve rows shows those with a goal first, and folds all but twelve. A value is found in any row.
-A part that has not been recorded yet is shown as such, with its command.
+A table with a caption is hidden until it is recorded. Any other part that has not been recorded is shown as such, with
+its command. Rows and columns have the wording of `labels.yaml`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,9 +29,9 @@ from typing import Any
 from common.config.config import ROOT
 from common.runs.folder import write_atomic, write_json
 from common.system.errors import UserError, exit_on_user_error
-from tests.benchmarks import figures, records
+from tests.benchmarks import figures, labels, records
 
-MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?) \| ([^|\n]+?))? -->"
+MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?)(?: \| ([^|\n]+?))?)? -->"
 MARKED = re.compile(MARKER + r"(.*?)<!-- end -->", re.DOTALL)
 ELSEWHERE = {  # parts that are measured by other commands than `make bench`
     "suites/times": "python -m tests.benchmarks.suites",
@@ -37,6 +40,8 @@ ELSEWHERE = {  # parts that are measured by other commands than `make bench`
     "cluster/elastic": "python -m tests.cluster.elastic_times",
     "cluster/kills": "python -m tests.cluster.elastic_times --minutes=10",
 }
+METHOD = ROOT / "CONTRIBUTING.md"
+METHOD_HEADING = "how-numbers-are-measured"
 MAX_SHOWN_ROWS = 12  # of a measured table; a page folds the other rows below it
 Parts = Mapping[str, Mapping[str, Any]]
 
@@ -50,15 +55,22 @@ def list_pages() -> list[Path]:
     return [*named, *(page for pattern in patterns for page in sorted(ROOT.glob(pattern)))]
 
 
-def fill_page(text: str, parts: Parts) -> str:
-    """A page with everything between its markers generated anew. Raises ValueError for a value that is not recorded."""
+def fill_page(text: str, parts: Parts, page: Path) -> str:
+    """Return the text of a page with everything between its markers regenerated.
+
+    Raises ValueError for a value that is not recorded.
+    """
+    method = f"{os.path.relpath(METHOD, page.parent)}#{METHOD_HEADING}"
 
     def replace(found: re.Match[str]) -> str:
-        kind, name, what, column, _ = found.groups()
+        kind, name, what_or_caption, column, _ = found.groups()
         head = found.group(0)[: found.group(0).index("-->") + 3]
         if kind == "value":
-            return f"{head}{format_value(parts, name, what, column)}<!-- end -->"
-        content = {"output": format_output, "measured": format_measured, "figure": format_figure}[kind](parts, name)
+            return f"{head}{format_value(parts, name, what_or_caption, column)}<!-- end -->"
+        if kind == "measured":
+            content = format_measured(parts, name, method, what_or_caption or "")
+        else:
+            content = {"output": format_output, "figure": format_figure}[kind](parts, name)
         return f"{head}\n{content}\n<!-- end -->"
 
     return MARKED.sub(replace, text)
@@ -66,7 +78,7 @@ def fill_page(text: str, parts: Parts) -> str:
 
 def format_missing(name: str) -> str:
     command = ELSEWHERE.get(name, f"make bench NAME={name}")
-    return f"Not recorded yet: `{command}` measures it, on a quiet machine."
+    return f"Not recorded yet; run `{command}` on a quiet machine."
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -92,12 +104,15 @@ def fold_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n\n".join([format_table(header, ordered[:MAX_SHOWN_ROWS]), *details])
 
 
-def format_measured(parts: Parts, name: str) -> str:
-    """A part's table and its origin."""
+def format_measured(parts: Parts, name: str, method: str, caption: str = "") -> str:
+    """Return the table of a part and its origin; with a caption, the caption before them or nothing at all."""
     if name not in parts:
-        return format_missing(name)
-    header, *rows = records.lines_of(parts[name])
-    return f"{fold_table(header, rows)}\n\n{records.origin_of(parts[name])}"
+        return "" if caption else format_missing(name)
+    part = labels.reword_table(name, parts[name])
+    header, *rows = records.lines_of(part)
+    blocks = [f"\n{caption}:"] if caption else []
+    blocks += [fold_table(header, rows), records.origin_of(part, labels.list_conditions(name, part), method)]
+    return "\n\n".join(blocks)
 
 
 def format_output(parts: Parts, name: str) -> str:
@@ -114,7 +129,9 @@ def format_value(parts: Parts, name: str, what: str, column: str) -> str:
     """One cell of a table; the head of the first column of numbers will do for a table of one."""
     if name not in parts:
         return "(not recorded yet)"
-    table = parts[name]["table"]
+    table = labels.reword_table(name, parts[name])["table"]
+    what = labels.reword(name, what)
+    column = labels.reword(name, column)
     rows = [row for row in table["rows"] if row["what"] == what]
     if not rows or column not in table["columns"][1:]:
         raise ValueError(f"{name} has no row {what!r} or no column {column!r}")
@@ -146,7 +163,7 @@ def main(words: Sequence[str] = ()) -> None:
     parts = records.recorded()
     for page in list_pages():
         before = page.read_text()
-        after = fill_page(before, parts)
+        after = fill_page(before, parts, page)
         if after != before:
             write_atomic(page, after)
             print(page.relative_to(ROOT))

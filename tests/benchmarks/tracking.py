@@ -13,7 +13,7 @@ from common.runs.result import parse_result
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.parts import Part, environment, finish
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
-from tests.harness.commands.processes import processes_of
+from tests.harness.commands.processes import find_processes
 
 NAME = "mnist_pipeline"
 MODES = ("disabled", "offline")
@@ -34,7 +34,7 @@ def make_task(scratch: Path, run_name: str, mode: str) -> Task:
         settings = ("epochs=1000", f"wandb.mode={mode}", *RUNS[run_name])
         start = time.perf_counter()
         folder = finish(scratch, run_name, NAME, *settings, env=environment(mode))
-        while processes_of(str(folder.path.parent)):
+        while find_processes(str(folder.path.parent)):
             time.sleep(POLL_SECONDS)
         wall = time.perf_counter() - start
         step_seconds = parse_result(folder.result).flatten_values()["step_seconds"]
@@ -63,10 +63,10 @@ def tracking_table(samples: Samples) -> Table:
     for run_name in RUNS:
         disabled, offline = (f"{run_name}, {mode}" for mode in MODES)
         slowdown = samples.ratio(offline, disabled)
-        rows.append(Row(f"ms a step, {disabled}", [samples.number(disabled, factor=1e3)]))
-        rows.append(Row(f"ms a step, {offline}", [samples.number(offline, factor=1e3)]))
+        rows.append(Row(f"ms per step, {disabled}", [samples.number(disabled, factor=1e3)]))
+        rows.append(Row(f"ms per step, {offline}", [samples.number(offline, factor=1e3)]))
         rows.append(at_most(f"step time offline / disabled, {run_name}", slowdown, 1.03))
-        rows.append(at_most(f"seconds of wall time more, {run_name}", measure_added_wall(samples, run_name), 2))
+        rows.append(at_most(f"additional wall time, s: {run_name}", measure_added_wall(samples, run_name), 2))
     return make_value_table(rows)
 
 
@@ -77,6 +77,6 @@ PARTS = [
         tracking_sides,
         tracking_table,
         rounds=7,
-        facts={"batch": 64},
-    )
+        facts=("batch size 64",),
+    ),
 ]

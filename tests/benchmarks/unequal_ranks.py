@@ -34,7 +34,7 @@ BATCH = 128
 SETTINGS = (f"batch={BATCH}", "data.name=digits", "optim.base_batch=0", "data.test_limit=10", "steps=60")
 STARTS = 25  # the step before which a program starts in mid-run, in the last side
 FEWER = 0.8  # of the samples of rank 0: no noise, but rank 1's shard once the run has adapted to the disturbance
-ANSWERED = "steps until a disturbance is answered"
+ANSWERED = "steps until the shards are changed after a disturbance"
 SPIN = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile os.getppid() == int(sys.argv[2]): pass"
 
 
@@ -135,5 +135,5 @@ PART = Part(
     f"two ranks with equal shards and with shards=auto, batch {BATCH}, one core shared with a spinning process",
     sides,
     table,
-    facts={"threads": "1 a process", "batch": BATCH},
+    facts=("2 processes with 1 thread each", f"batch size {BATCH}"),
 )

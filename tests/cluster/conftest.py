@@ -12,8 +12,8 @@ import pytest
 from common.data.prepare import prepare_digits
 from tests.cluster import fault_tables
 from tests.cluster.lab import Lab, laboratory
-from tests.harness.environment.shared_results import locked
-from tests.harness.slurm.site import FIRST, Site, up
+from tests.harness.environment.shared_results import hold_lock
+from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, start_cluster
 
 SEED_VARIABLE = "FAULT_SEED"
 
@@ -50,7 +50,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cache(shared: Path) -> Path:
     """A folder with the digits set, prepared once for all processes."""
     path = shared / "cache"
-    with locked(shared / "cache.lock"):
+    with hold_lock(shared / "cache.lock"):
         prepare_digits(path)
     return path
 
@@ -58,7 +58,7 @@ def cache(shared: Path) -> Path:
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     """A cluster of two hosts, and a checkout on it."""
-    with up(Site(tmp_path_factory.mktemp("site"), cache, FIRST)) as running_site:
+    with start_cluster(Site(tmp_path_factory.mktemp("site"), cache, HIGH_PRIORITY)) as running_site:
         yield running_site
 
 

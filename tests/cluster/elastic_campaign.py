@@ -19,11 +19,18 @@ from pathlib import Path
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.cluster.lab import Lab, Running, laboratory
-from tests.harness.commands.processes import run
-from tests.harness.elastic.campaign import SETTINGS, Case, Pace, Target, draw_case, parse_arguments
-from tests.harness.elastic.runs import differences
+from tests.harness.commands.processes import run_experiment
+from tests.harness.elastic.campaign import (
+    EXPERIMENT_SETTINGS,
+    CampaignCase,
+    FaultyRun,
+    RunLength,
+    draw_case,
+    parse_arguments,
+)
+from tests.harness.elastic.faulty_runs import find_metric_differences
 
-PACE = Pace(steps=800, saves=50, timeout=3.0, latest=150)
+PACE = RunLength(steps=800, checkpoint_interval=50, elastic_timeout=3.0, max_first_fault_step=150)
 MODEL = (
     "data.name=vectors",
     "data.samples=2400",
@@ -33,47 +40,47 @@ MODEL = (
     "optim.lr=0.01",
     "optim.base_batch=0",
 )
-LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.saves}")
+LENGTH = (f"steps={PACE.steps}", f"epochs={PACE.steps // 100}", f"checkpoint.every_steps={PACE.checkpoint_interval}")
 JOB_SETTINGS = ("launch.device=cpu", "launch.threads=1", "data.workers=0", "data.block=1")
 
 
-class JobTarget(Target):
+class JobTarget(FaultyRun):
     """The processes of a job."""
 
-    newcomer_seconds = 30.0
+    new_process_timeout = 30.0
 
     def __init__(self, running: Running) -> None:
         self.running = running
-        self.initial = list[int]()
-        self.seen = set[int]()
-        self.newest = 0
-        self.struck_first = set[int]()
+        self.first_processes = list[int]()
+        self.known_processes = set[int]()
+        self.newest_process = 0
+        self.faulty_first_ranks = set[int]()
 
     def has_ended(self) -> bool:
         return bool(self.running.folder.result)
 
-    def list_ranks(self) -> list[int]:
+    def list_rank_pids(self) -> list[int]:
         return self.running.ranks()
 
 
 def list_settings(name: str) -> tuple[str, ...]:
     """Settings of a run of an experiment, on any number of ranks."""
-    return (*MODEL, *LENGTH, *JOB_SETTINGS, *SETTINGS[name])
+    return (*MODEL, *LENGTH, *JOB_SETTINGS, *EXPERIMENT_SETTINGS[name])
 
 
-def run_case(lab: Lab, case: Case, reference: RunFolder) -> None:
+def run_case(lab: Lab, case: CampaignCase, reference: RunFolder) -> None:
     """Run a case and check its outcome."""
     start_time = time.monotonic()
     nodes = 3 if case.ranks == 3 else 2
-    elastic = ("elastic=true", f"elastic.timeout={PACE.timeout}", f"processes_per_node={case.ranks // nodes}")
+    elastic = ("elastic=true", f"elastic.timeout={PACE.elastic_timeout}", f"processes_per_node={case.ranks // nodes}")
     lab.up()
     running = lab.submit_on(nodes, case.name, *list_settings(case.name), *elastic)
     target = JobTarget(running)
     try:
-        running.wait_for_step(case.begin)
-        target.note_first_processes()
-        for strike in case.strikes:
-            case.struck.append(target.strike(strike))
+        running.wait_for_step(case.first_fault_step)
+        target.record_first_processes()
+        for fault in case.faults:
+            case.executed_faults.append(target.execute_fault(fault))
         running.finish(400)
         case.outcome = check_outcome(running, reference)
     except (AssertionError, TimeoutError) as error:
@@ -90,7 +97,7 @@ def check_outcome(running: Running, reference: RunFolder) -> str:
     folder = running.folder
     attempts = len(folder.list_attempts())
     assert folder.result.get("state") == "finished", folder.result
-    different = differences(folder, reference)
+    different = find_metric_differences(folder, reference)
     assert not different, different
     if attempts == 1:
         return "equal"
@@ -106,13 +113,13 @@ def main() -> int:
     outcomes = dict[str, int]()
     with tempfile.TemporaryDirectory() as scratch, laboratory() as lab:
         references = {}
-        for name in SETTINGS:
+        for name in EXPERIMENT_SETTINGS:
             settings = (*list_settings(name), f"data.cache={scratch}/cache", "processes_per_node=1")
-            references[name] = run(name, *settings, runs=Path(scratch) / name).folder
+            references[name] = run_experiment(name, *settings, runs=Path(scratch) / name).folder
         for number in numbers:
             case = draw_case(seed, number, PACE)
             run_case(lab, case, references[case.name])
-            print(case.line(), flush=True)
+            print(case.format_line(), flush=True)
             outcome = "failed" if case.problem else case.outcome.partition(",")[0]
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
         print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1} on a cluster: {outcomes}")

@@ -28,9 +28,9 @@ from configs.dataparallel import Elastic
 from tests.benchmarks.measure import summarize_values
 from tests.benchmarks.records import Record, Row, Table
 from tests.cluster.lab import Lab, Running, laboratory, time_step_after
-from tests.harness.commands.processes import run
-from tests.harness.elastic.runs import differences
-from tests.harness.slurm.site import until
+from tests.harness.commands.processes import run_experiment
+from tests.harness.elastic.faulty_runs import find_metric_differences
+from tests.harness.slurm.cluster_site import wait_on_cluster
 
 MODEL = ("data.name=vectors", "data.samples=24000", "batch=24", "model=mlp", "dtype=float64", "optim.lr=0.01")
 SETTINGS = (*MODEL, "optim.base_batch=0", "data.workers=0", "launch.device=cpu", "launch.threads=1")
@@ -55,7 +55,7 @@ def kill(running: Running, rank: int) -> None:
 
 def wait_until_complete(running: Running) -> None:
     """Wait until all three ranks train."""
-    until("three ranks train", lambda: len(read_rank_changes(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
+    wait_on_cluster("three ranks train", lambda: len(read_rank_changes(running.newest())[-1]["ranks"]) == 3, 60, 0.1)
     step = running.step()
     running.wait_for_step(step + 20)
 
@@ -73,8 +73,10 @@ def check_losses(running: Running, steps: int) -> None:
     """Raise ValueError if the losses differ from those of one process."""
     with tempfile.TemporaryDirectory() as runs:
         settings = (*SETTINGS, f"steps={steps}", f"epochs={-(-steps // 1000)}", f"data.cache={runs}/cache")
-        reference = run("ddp_multinode", *settings, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600)
-        different = differences(running.folder, reference.folder)
+        reference = run_experiment(
+            "ddp_multinode", *settings, "processes_per_node=1", runs=Path(runs) / "runs", timeout=600
+        )
+        different = find_metric_differences(running.folder, reference.folder)
     if different:
         raise ValueError(f"{running.folder.path}: {different[:3]}")
 
@@ -123,7 +125,7 @@ def measure_requeues(lab: Lab, rounds: int, seconds: Seconds) -> None:
             host = running.hosts()[1]
             seconds[name].append(time_fault(running, functools.partial(cause_fault, running)))
             lab.command("cancel", str(running.folder.path))
-            until("no rank is left", lambda: not running.ranks(), 60, 0.2)  # noqa: B023
+            wait_on_cluster("no rank is left", lambda: not running.ranks(), 60, 0.2)  # noqa: B023
             if name != "kill -9 of a rank":
                 lab.tool("join" if name == "cable cut" else "power-on", host)
 
@@ -150,7 +152,7 @@ def kill_at_random(lab: Lab, minutes: float) -> Table:
     measured = running.folder.result["measured"]
     joined = sum(len(change["joined"]) for change in measured["generations"])
     cells = [str(kills), str(joined), str(steps), str(measured["steps_redone"]), "yes"]
-    columns = ("minutes", "kills", "ranks that joined", "steps", "steps done again", "losses equal to 1e-9")
+    columns = ("minutes", "kills", "ranks that joined", "steps", "steps repeated", "losses equal to within 1e-9")
     return Table(columns, [Row(f"{minutes_of_kills:.1f}", cells)])
 
 
@@ -161,7 +163,7 @@ def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
     for name, goal in goals.items():
         cells = [summarize_values(seconds) if seconds else "-" for seconds in (elastic[name], requeued[name])]
         rows.append(Row(name, cells, goal, at_least=False))
-    return Table(("what happens", "elastic: s to the next step", "queued again: s to the next step"), rows)
+    return Table(("event", "elastic: s to the next step", "requeued: s to the next step"), rows)
 
 
 def main(arguments: list[str]) -> int:

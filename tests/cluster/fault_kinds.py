@@ -29,8 +29,8 @@ from tests.cluster.lab import (
     Running,
     last_step,
 )
-from tests.harness.commands.warm import ROOT
-from tests.harness.slurm.site import until
+from tests.harness.repository import ROOT
+from tests.harness.slurm.cluster_site import wait_on_cluster
 
 Repair = Callable[[], object]
 
@@ -98,7 +98,7 @@ def reach_time_limit(running: Running, chance: random.Random) -> None:
     The next attempt gets a longer limit, as a busy machine may need it.
     """
     running.lab.limit_cables(VERY_SLOW_RATE)
-    until("SLURM announces the limit", lambda: running.state() != "RUNNING", 120)
+    wait_on_cluster("SLURM announces the limit", lambda: running.state() != "RUNNING", 120)
     running.lab.slurm("scontrol", "update", f"jobid={running.job}", "timelimit=10")
 
 
@@ -134,14 +134,14 @@ def kill_resuming(running: Running, chance: random.Random) -> None:
         pids = running.ranks()
         return pids if len(pids) == 2 else []
 
-    ranks = until("both ranks of the next attempt", find_both_ranks, 120, 0.02)
-    until("the next attempt begins", lambda: len(running.folder.list_attempts()) > starts, 120, 0.001)
+    ranks = wait_on_cluster("both ranks of the next attempt", find_both_ranks, 120, 0.02)
+    wait_on_cluster("the next attempt begins", lambda: len(running.folder.list_attempts()) > starts, 120, 0.001)
     os.kill(chance.choice(ranks), signal.SIGKILL)
 
 
 def kill_worker(running: Running, chance: random.Random) -> None:
     """Kill a data worker; between two epochs a rank has none for a moment."""
-    workers = until("data workers", lambda: running.workers(chance.randrange(2)), pause=0.01)
+    workers = wait_on_cluster("data workers", lambda: running.workers(chance.randrange(2)), pause=0.01)
     os.kill(chance.choice(workers), signal.SIGKILL)
 
 
@@ -208,7 +208,7 @@ def kill_slurmd(running: Running, chance: random.Random) -> Repair:
     host = chance.choice(running.hosts())
     lab.limit_cables(SLOW_RATE)
     lab.on_host(host, "kill", "-KILL", lab.daemon(f"slurmd-{host}"))
-    until("SLURM misses the host", lambda: "down" in lab.slurm("sinfo", "-h", "-n", host, "-o", "%t"))
+    wait_on_cluster("SLURM misses the host", lambda: "down" in lab.slurm("sinfo", "-h", "-n", host, "-o", "%t"))
     lab.limit_cables(USUAL_RATE)
     return lambda: lab.on_host(host, "slurmd", "-N", host)
 
@@ -220,7 +220,7 @@ def kill_slurmctld(running: Running, chance: random.Random) -> None:
     lab.slurm("kill", "-KILL", lab.daemon("slurmctld"))
     time.sleep(5)
     lab.slurm("slurmctld")
-    until("the controller answers", lambda: running.state() == "RUNNING")
+    wait_on_cluster("the controller answers", lambda: running.state() == "RUNNING")
 
 
 # ---- files
@@ -300,7 +300,7 @@ def fill_disk(running: Running, chance: random.Random) -> None:
     lab = running.lab
     attempt = running.newest()
     lab.limit_cables(SLOW_RATE)
-    until("the run trains", lambda: last_step(attempt))
+    wait_on_cluster("the run trains", lambda: last_step(attempt))
     zeros = lab.disk / "zeros"
     lab.resize_disk(shutil.disk_usage(lab.disk).used + (1 << 20))
     with contextlib.suppress(OSError), open(zeros, "wb", buffering=0) as file:
@@ -310,7 +310,7 @@ def fill_disk(running: Running, chance: random.Random) -> None:
     time.sleep(12)
     lab.resize_disk(DISK_BYTES)
     zeros.unlink()
-    until("the metrics are written", lambda: last_step(attempt) >= due)
+    wait_on_cluster("the metrics are written", lambda: last_step(attempt) >= due)
     if CheckpointPath(attempt, due).path.exists():
         raise RuntimeError(f"step {due} was saved: the disk was not full when it was due")
 
@@ -351,7 +351,7 @@ def kill_wandb_host(running: Running, chance: random.Random) -> None:
 def wait_for_wandb(running: Running) -> str:
     """Wait until W&B has accepted the run; return "online" or "offline"."""
     status = running.folder.path / "wandb" / "status.json"
-    return str(until("W&B has accepted the run", lambda: read_json(status).get("mode")))
+    return str(wait_on_cluster("W&B has accepted the run", lambda: read_json(status).get("mode")))
 
 
 FAULTS = (
@@ -375,7 +375,7 @@ FAULTS = (
     Fault("kill -9 of a data worker", kill_worker, only="ddp_multinode"),
     Fault("kill -9, and again right after", kill_twice, starts=3, intervals=2, environ=track_offline),
     Fault("kill -9 while the run resumes", kill_resuming, starts=3),
-    Fault("a rank stopped for ever", stop_forever),
+    Fault("a rank stopped permanently", stop_forever),
     Fault("power-off of the batch host", power_off(0), environ=track_offline),
     Fault("power-off of the other host", power_off(1)),
     Fault("both hosts off and on", power_off(0, 1)),

@@ -30,7 +30,7 @@ class Struck:
     total: float = 0.0
 
 
-HEAD = "| fault | experiment | detected after (s) | resumed after (s) | steps redone | equal |\n"
+HEAD = "| fault | experiment | detected after (s) | resumed after (s) | steps repeated | equal |\n"
 
 
 def table(lines: list[str]) -> str:
@@ -87,7 +87,7 @@ def summarize(rows: list[Struck]) -> Table:
         cells = [experiments, format_range(runs, "detected"), format_range(runs, "resumed"), redone, count_equal(runs)]
         lines.append(Row(fault, cells))
     times = ("detected after (s)", "resumed after (s)")
-    return Table(("fault", "experiment of each round", *times, "steps redone", "equal to the bit"), lines)
+    return Table(("fault", "experiment of each round", *times, "steps repeated", "bit-identical result"), lines)
 
 
 def summarize_elastic(rows: list[Struck]) -> Table:
@@ -96,7 +96,7 @@ def summarize_elastic(rows: list[Struck]) -> Table:
     for fault, runs in group_by_fault(rows).items():
         attempts = ", ".join(str(row.starts) for row in runs)
         lines.append(Row(fault, [format_range(runs, "resumed"), attempts, count_equal(runs)]))
-    return Table(("fault", "resumed after (s)", "attempts", "equal to 1e-9"), lines)
+    return Table(("fault", "resumed after (s)", "attempts", "losses equal to within 1e-9"), lines)
 
 
 def format_range(rows: list[Struck], name: str) -> str:

@@ -34,12 +34,12 @@ from tests.cluster import fault_kinds
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.fault_tables import Struck, line, save, table
 from tests.cluster.lab import CHECKPOINT_STEPS, STEPS, USUAL_RATE, Lab, Running, laboratory, last_step, time_step_after
-from tests.harness.elastic import runs
-from tests.harness.experiments.discovery import import_of_experiments
-from tests.harness.slurm.site import until
+from tests.harness.elastic import faulty_runs
+from tests.harness.experiments.discovery import import_experiment_modules
+from tests.harness.slurm.cluster_site import wait_on_cluster
 
 FAULTS: list[Fault] = list(fault_kinds.FAULTS)
-for faults_of_experiment in import_of_experiments("tests.cluster.{}_faults").values():
+for faults_of_experiment in import_experiment_modules("tests.cluster.{}_faults").values():
     FAULTS += faults_of_experiment.FAULTS
 ACTIVE_STATES = ("RUNNING", "COMPLETING")
 ELASTIC = ("elastic=true", "elastic.rejoin=100")
@@ -52,7 +52,7 @@ ELASTIC_FAULTS = (
     "kill -9 of rank 0",
     "kill -9 of rank 1",
     "kill -9 of a data worker",
-    "a rank stopped for ever",
+    "a rank stopped permanently",
     "power-off of the batch host",
     "power-off of the other host",
     "both hosts off and on",
@@ -91,7 +91,7 @@ def disturb_run(lab: Lab, fault: Fault, experiment: str, seed: str, *, elastic: 
         running.finish()
         row.starts = len(running.folder.list_attempts())
         if elastic:  # it may continue without another attempt: any number of attempts is correct
-            row.problems += runs.differences(running.folder, reference)
+            row.problems += faulty_runs.find_metric_differences(running.folder, reference)
         else:
             row.problems += list_problems(running.folder, reference, tracked="WANDB_MODE" in environ)
             if row.starts < fault.starts or (row.starts > 1 and fault.starts == 1):
@@ -114,7 +114,7 @@ def wait_for_final_state(running: Running) -> str:
         state = running.state()
         return "" if state in ACTIVE_STATES else state
 
-    return str(until("SLURM knows that the job is over", read_final_state))
+    return str(wait_on_cluster("SLURM knows that the job is over", read_final_state))
 
 
 def strike(running: Running, fault: Fault, row: Struck, chance: random.Random) -> None:
@@ -124,7 +124,9 @@ def strike(running: Running, fault: Fault, row: Struck, chance: random.Random) -
     with stopwatch(running, row, strike_time) if fault.starts > 1 else contextlib.nullcontext():
         repair = fault.strike(running, chance)
         if fault.starts > 1:
-            until("a new attempt loads a checkpoint", lambda: has_resumed(running, struck, fault.starts), 150, 0.05)
+            wait_on_cluster(
+                "a new attempt loads a checkpoint", lambda: has_resumed(running, struck, fault.starts), 150, 0.05
+            )
             row.resumed = time.monotonic() - strike_time
     if repair:
         repair()

@@ -22,11 +22,11 @@ from common.runs.rank_changes import read_rank_changes
 from slurm.local_cluster import namespaces
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.slurm_conf import make_search_path
-from tests.harness.commands.processes import environment, processes_of
-from tests.harness.commands.warm import ROOT
-from tests.harness.environment.shared_results import locked
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.slurm.site import find_cluster, until
+from tests.harness.commands.processes import find_processes, make_environment
+from tests.harness.environment.shared_results import hold_lock
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.repository import ROOT
+from tests.harness.slurm.cluster_site import find_running_cluster, wait_on_cluster
 
 STEPS = 240  # of a run
 CHECKPOINT_STEPS = 20  # between two checkpoints
@@ -44,12 +44,12 @@ class Lab:
     def __init__(self, base: Path, shared: Path) -> None:
         self.base = base
         self.shared = shared
-        self.env = environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), HOME=str(base))
+        self.env = make_environment(CLUSTER_DIR=str(base), PYTHONPATH=str(ROOT), HOME=str(base))
         self.conf: tuple[str, ...] | None = None
         self.count = 0
         self.wandb: subprocess.Popen[str] | None = None
         self.disk = base / "disk"
-        with locked(shared / "images.lock"):
+        with hold_lock(shared / "images.lock"):
             if not (shared / "images").exists():
                 make_images(shared / "images.new")
                 (shared / "images.new").rename(shared / "images")
@@ -87,7 +87,7 @@ class Lab:
 
     @property
     def cluster(self) -> Cluster:
-        return find_cluster(self.env)
+        return find_running_cluster(self.env)
 
     def limit_cables(self, rate: str) -> None:
         """Limit the rate in bit/s at which the switch sends to each host."""
@@ -129,7 +129,12 @@ class Lab:
         """Submit a run on `nodes` hosts."""
         self.count += 1
         runs = (self.disk if own_disk else self.base) / f"runs-{self.count}"
-        all_settings = [*BY_NAME[experiment].cluster_settings, f"steps={STEPS}", f"runs={runs}", "log.seconds=0.1"]
+        all_settings = [
+            *ENTRY_BY_NAME[experiment].cluster_settings,
+            f"steps={STEPS}",
+            f"runs={runs}",
+            "log.seconds=0.1",
+        ]
         all_settings += [f"data.cache={self.shared / 'cache'}", f"data.root={self.shared / 'images'}"]
         all_settings += [f"checkpoint.every_steps={CHECKPOINT_STEPS}", "checkpoint.every_seconds=0"]
         all_settings += [f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *settings]
@@ -141,7 +146,7 @@ class Lab:
         """Return the undisturbed run, which labs with the same shared folder create once."""
         name = "-".join([experiment, *settings])
         path = self.shared / f"undisturbed-{name}"
-        with locked(self.shared / f"{name}.lock"):
+        with hold_lock(self.shared / f"{name}.lock"):
             if not path.exists():
                 running = self.submit(experiment, *settings)
                 running.finish()
@@ -189,15 +194,17 @@ class Running:
         return last_step(attempts[-1]) if attempts else 0
 
     def wait_for_step(self, step: int) -> None:
-        until(f"step {step} of {self.folder.path}", lambda: self.step() >= step, 120, 0.05)
+        wait_on_cluster(f"step {step} of {self.folder.path}", lambda: self.step() >= step, 120, 0.05)
 
     def wait_for_start(self, number: int) -> None:
         """Wait until `number` attempts exist and the newest trains."""
-        until(f"attempt {number}", lambda: len(self.folder.list_attempts()) >= number and self.step() > 0, 120, 0.05)
+        wait_on_cluster(
+            f"attempt {number}", lambda: len(self.folder.list_attempts()) >= number and self.step() > 0, 120, 0.05
+        )
 
     def wait_until_queued(self) -> None:
         """Wait until SLURM has requeued the job and no rank is left."""
-        until("the job has left its hosts", lambda: self.state() == "PENDING" and not self.ranks(), 120, 0.2)
+        wait_on_cluster("the job has left its hosts", lambda: self.state() == "PENDING" and not self.ranks(), 120, 0.2)
 
     def ranks(self) -> list[int]:
         """Return the pids of the ranks, in the order of the ranks."""
@@ -212,7 +219,7 @@ class Running:
         """Return a rank number per pid, of the ranks or of the processes that they forked."""
         numbers = {}
         parents = {}
-        for pid in processes_of(str(self.folder.path)):
+        for pid in find_processes(str(self.folder.path)):
             with contextlib.suppress(OSError, StopIteration):
                 arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
@@ -225,8 +232,8 @@ class Running:
 
     def finish(self, seconds: float = 200) -> None:
         """Wait until the run and all its processes have ended."""
-        until(f"{self.folder.path} ends", lambda: self.folder.result, seconds, 0.2)
-        until("no process is left", lambda: not processes_of(str(self.folder.path)), 120, 0.2)
+        wait_on_cluster(f"{self.folder.path} ends", lambda: self.folder.result, seconds, 0.2)
+        wait_on_cluster("no process is left", lambda: not find_processes(str(self.folder.path)), 120, 0.2)
 
 
 def last_step(attempt: RunFolder) -> int:
@@ -251,7 +258,7 @@ def time_step_after(running: Running, strike: Callable[[], Answer]) -> tuple[flo
         changes = read_rank_changes(struck_attempt)
         return len(changes) > previous_changes and running.step() > int(changes[-1]["step"])
 
-    until("the run continues", has_continued, 150, 0.005)
+    wait_on_cluster("the run continues", has_continued, 150, 0.005)
     return time.monotonic() - strike_time, answer
 
 
@@ -281,5 +288,5 @@ def laboratory(shared: Path | None = None) -> Iterator[Lab]:
             yield lab
         finally:
             lab.down()
-            until("no process of the lab is left", lambda: not processes_of(str(base)), 20)
+            wait_on_cluster("no process of the lab is left", lambda: not find_processes(str(base)), 20)
     shutil.rmtree(base)

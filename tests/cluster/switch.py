@@ -16,7 +16,7 @@ from slurm.local_cluster import daemons
 from slurm.local_cluster.cluster import Cluster
 from slurm.local_cluster.namespaces import read_cable_states, run_in_namespaces, run_ip
 from slurm.local_cluster.slurm_conf import Plan, format_host_address, format_host_name, make_search_path
-from tests.harness.commands.processes import PATIENCE, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, wait_until
 from tests.harness.ranks.foreign_clients import send_random_inputs
 
 ETHERNET_HEADER_BYTES = 14
@@ -134,7 +134,7 @@ def check_refused(address: tuple[str, int], foreign: Identity, seed: str) -> Non
 
 def connect(address: tuple[str, int], data: bytes = b"") -> socket.socket:
     """Open a connection and send data."""
-    intruder = socket.create_connection(address, timeout=PATIENCE)
+    intruder = socket.create_connection(address, timeout=WAIT_TIMEOUT)
     intruder.sendall(data)
     return intruder
 

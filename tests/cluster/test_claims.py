@@ -8,8 +8,8 @@ import pytest
 
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.runs import claims_campaign
-from tests.harness.runs.claims_campaign import ClusterPlace
-from tests.harness.slurm.site import Site
+from tests.harness.runs.claims_campaign import ClusterRuns
+from tests.harness.slurm.cluster_site import Site
 
 PAIRS = [("stopped", "resume", "resume"), ("running", "resume", "cancel")]
 
@@ -18,7 +18,7 @@ PAIRS = [("stopped", "resume", "resume"), ("running", "resume", "cancel")]
 def test_concurrent_commands_leave_one_attempt_that_trains(
     site: Site, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims_campaign, "STEPS", 600)
+    monkeypatch.setattr(claims_campaign, "TOTAL_STEPS", 600)
     draw = random.Random(draw_seed("claims"))
-    case = claims_campaign.do_case(ClusterPlace(site), draw, pair, finishes=False)
+    case = claims_campaign.execute_case(ClusterRuns(site), draw, pair, resumes_until_finished=False)
     assert not case.problems, case.describe()

@@ -18,8 +18,8 @@ from common.system.processes import Process
 from slurm.local_cluster import cluster
 from slurm.local_cluster.cables import Shape
 from tests.benchmarks import hosts
-from tests.harness.commands.warm import ROOT
-from tests.harness.slurm.site import folder, until
+from tests.harness.repository import ROOT
+from tests.harness.slurm.cluster_site import create_shared_folder, wait_on_cluster
 
 NAMESPACE_KINDS = ("net", "mnt", "pid", "uts")
 FAST_FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")
@@ -82,7 +82,7 @@ class Tool:
         return self.out("exec", "squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
     def wait_for_empty_queue(self) -> None:
-        until("the queue is empty", lambda: self.out("exec", "squeue", "--noheader") == "")
+        wait_on_cluster("the queue is empty", lambda: self.out("exec", "squeue", "--noheader") == "")
 
     def list_job_hosts(self) -> list[str]:
         """Return the host names that a job on two hosts prints."""
@@ -99,7 +99,7 @@ class Tool:
 @contextlib.contextmanager
 def laboratory(*arguments: str, name: str = "local") -> Iterator[Tool]:
     """Start a cluster, and stop it also after a failure."""
-    with folder() as base:
+    with create_shared_folder() as base:
         tool = Tool(base)
         try:
             tool("up", "--name", name, *arguments)
@@ -133,7 +133,7 @@ def list_members(namespaces: set[str]) -> list[Process]:
 
 
 def wait_for_end(processes: list[Process]) -> None:
-    until("no process left", lambda: not any(process.is_alive() for process in processes))
+    wait_on_cluster("no process left", lambda: not any(process.is_alive() for process in processes))
 
 
 def read_machine_state() -> tuple[str, list[str], str]:
@@ -145,7 +145,7 @@ def read_machine_state() -> tuple[str, list[str], str]:
 def test_a_started_cluster_is_idle_at_once_and_leaves_nothing_behind() -> None:
     machine_state = read_machine_state()
     test_namespaces = read_namespaces("self")
-    with folder() as base:
+    with create_shared_folder() as base:
         tool = Tool(base)
         print(tool.out("up"))
         assert [tool.read_node_state(1), tool.read_node_state(2)] == ["idle", "idle"]
@@ -176,7 +176,7 @@ def test_a_started_cluster_is_idle_at_once_and_leaves_nothing_behind() -> None:
 def test_one_kill_ends_a_cluster_and_its_next_start_is_clean() -> None:
     with laboratory("--nodes", "1") as tool:
         job = tool.submit("sleep 1000")
-        until("the job runs", lambda: tool.read_job_state(job) == "RUNNING")
+        wait_on_cluster("the job runs", lambda: tool.read_job_state(job) == "RUNNING")
         running = list_members(read_namespaces(tool.holder()))
         os.kill(tool.holder(), signal.SIGKILL)
         wait_for_end(running)
@@ -230,7 +230,7 @@ def test_cables_carry_the_requested_rate() -> None:
 
 
 def test_a_benchmark_slows_both_ends_of_one_hosts_cable() -> None:
-    with folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)):
+    with create_shared_folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)):
         tool = Tool(base)
         assert tool.read_status_column(3) == ["-", "-", "-", "10mbit"]
         assert "rate 10Mbit" in tool.out("node", "4", "tc", "qdisc", "show", "dev", "eth0")
@@ -253,7 +253,7 @@ assert time.monotonic() - began < 15, "the look-up waits for DNS, which times ou
 
 
 def test_a_cluster_ends_when_its_folder_is_deleted() -> None:
-    with folder() as base:
+    with create_shared_folder() as base:
         tool = Tool(base)
         tool("up", "--nodes", "1")
         running = list_members(read_namespaces(tool.holder()))
@@ -264,7 +264,7 @@ def test_a_cluster_ends_when_its_folder_is_deleted() -> None:
 def test_mounts_of_a_cluster_stay_inside_if_the_machine_shares_mounts() -> None:
     if os.getuid():
         pytest.skip("an ordinary user's mounts cannot reach the machine")
-    with folder() as base:
+    with create_shared_folder() as base:
         tool = Tool(base, ("unshare", "--mount", "--propagation=shared"))
         list_mounts = "cat /proc/self/mountinfo"
         call = f"{sys.executable} -m slurm cluster"
@@ -323,10 +323,10 @@ def test_batch_jobs_and_arrays_show_in_the_sacct_stand_in(tool: Tool) -> None:
 def test_a_requeued_job_starts_again(tool: Tool, tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     job = tool.submit(f'echo start$SLURM_RESTART_COUNT >> {starts}; [ -n "$SLURM_RESTART_COUNT" ] || sleep 100')
-    until("first start", starts.exists)
+    wait_on_cluster("first start", starts.exists)
     tool("requeue", job)
-    until("second start", lambda: starts.read_text().split() == ["start", "start1"])
-    until("end", lambda: tool.read_job_state(job) == "COMPLETED")
+    wait_on_cluster("second start", lambda: starts.read_text().split() == ["start", "start1"])
+    wait_on_cluster("end", lambda: tool.read_job_state(job) == "COMPLETED")
     assert "Invalid job id" in tool("requeue", "1", status=2).stderr
 
 
@@ -338,13 +338,13 @@ def test_preemption_gives_notice_and_starts_the_job_again(tool: Tool, tmp_path: 
     )
     job = tool.submit(script, "--signal=B:USR2@1", "--time=10", "--nodelist=node2")
     other = tool.submit("sleep 1000", "--nodelist=node1")
-    until("both jobs run", lambda: tool.read_job_state(job) == tool.read_job_state(other) == "RUNNING")
-    until("the job has begun", events.exists)
+    wait_on_cluster("both jobs run", lambda: tool.read_job_state(job) == tool.read_job_state(other) == "RUNNING")
+    wait_on_cluster("the job has begun", events.exists)
     assert tool.out("preempt", job).endswith(" requests node2")
-    until("notice and second start", lambda: events.read_text().split() == ["start", "notice", "start1"])
+    wait_on_cluster("notice and second start", lambda: events.read_text().split() == ["start", "notice", "start1"])
     assert tool.read_job_state(other) == "RUNNING"  # only the host of the preempted job was requested
     assert tool.out("preempt").endswith(" requests node[1-2]")
-    until("the other job is requeued", lambda: tool.read_job_state(other) == "PENDING")
+    wait_on_cluster("the other job is requeued", lambda: tool.read_job_state(other) == "PENDING")
     tool("exec", "scancel", other)
     tool.wait_for_empty_queue()
     assert "Invalid job id" in tool("preempt", "1", status=2).stderr
@@ -390,13 +390,13 @@ def test_a_cut_host_keeps_working_and_a_host_without_power_falls_silent(tool: To
     assert "is already on" in tool("power-on", "1", status=2).stderr
 
     size = beats.stat().st_size
-    until("hosts are down", lambda: tool.read_node_state(1) == tool.read_node_state(2) == "down*")
+    wait_on_cluster("hosts are down", lambda: tool.read_node_state(1) == tool.read_node_state(2) == "down*")
     assert beats.stat().st_size > size  # the cut host still works and writes
 
     tool("join", "1")
     tool("power-on", "2")
     tool("exec", "scontrol", "update", "nodename=node1", "state=resume", status=None)  # SLURM may use it already
-    until("hosts are idle", lambda: tool.read_node_state(1) == tool.read_node_state(2) == "idle")
+    wait_on_cluster("hosts are idle", lambda: tool.read_node_state(1) == tool.read_node_state(2) == "idle")
     assert tool.list_job_hosts() == ["node1", "node2"]
 
 
@@ -412,7 +412,7 @@ def test_two_clusters_do_not_see_each_other(tool: Tool) -> None:
 
 
 def test_a_mistake_in_slurm_conf_is_reported_and_no_process_is_left() -> None:
-    with folder() as base:
+    with create_shared_folder() as base:
         tool = Tool(base)
         message = tool("up", "--conf", "NoSuchKey=1", status=2).stderr
         assert message.startswith("error: ")
@@ -437,7 +437,7 @@ def test_sacct_reads_a_private_database() -> None:
         print(f"up with a database took {time.monotonic() - start_time:.1f} s")
         job = tool.submit("exit 3")
         sacct = ("sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State,ExitCode", "-j", job)
-        until("sacct shows the job", lambda: tool.out("exec", *sacct) == f"{job}|FAILED|3:0")
+        wait_on_cluster("sacct shows the job", lambda: tool.out("exec", *sacct) == f"{job}|FAILED|3:0")
         assert tool.out("node", "1", *sacct) == f"{job}|FAILED|3:0"
 
 
@@ -449,7 +449,7 @@ def test_an_ordinary_user_starts_a_cluster_without_root() -> None:
     if not python or b"True" not in subprocess.check_output([python, "-c", version_check]):
         pytest.skip("NOT TESTED: no Python 3.11 that an ordinary user may run")
     prefix = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-    with folder() as base, folder() as code:
+    with create_shared_folder() as base, create_shared_folder() as code:
         for package in ("slurm", "common"):  # other users may be unable to read the checkout
             shutil.copytree(ROOT / package, code / package, ignore=shutil.ignore_patterns("__pycache__"))
         code.chmod(0o755)

@@ -13,9 +13,9 @@ import pytest
 from common.runs.folder import RunFolder
 from common.runs.rank_changes import read_rank_changes
 from tests.cluster.lab import Lab, Running
-from tests.harness.commands.processes import run
-from tests.harness.elastic.runs import differences, list_changes
-from tests.harness.slurm.site import until
+from tests.harness.commands.processes import run_experiment
+from tests.harness.elastic.faulty_runs import find_metric_differences, list_world_changes
+from tests.harness.slurm.cluster_site import wait_on_cluster
 
 pytestmark = pytest.mark.timeout(300)
 MODEL = ("data.name=vectors", "data.samples=2400", "batch=24", "model=mlp", "dtype=float64")
@@ -38,7 +38,7 @@ def main(cfg, run):
 def train_one_process(cache: Path, runs: Path, *settings: str) -> RunFolder:
     """Return an undisturbed run of one process."""
     settings = (*MODEL, *SETTINGS, f"data.cache={cache}", "processes_per_node=1", *settings)
-    return run("ddp_multinode", *settings, runs=runs).folder
+    return run_experiment("ddp_multinode", *settings, runs=runs).folder
 
 
 def submit(lab: Lab, *settings: str, nodes: int = 3) -> Running:
@@ -53,11 +53,11 @@ def wait_for_change(running: Running, lost: list[int], joined: list[int], second
         changes = read_rank_changes(running.newest())
         return bool(changes) and (changes[-1]["lost"], changes[-1]["joined"]) == (lost, joined)
 
-    until(f"lost ranks {lost}, joined ranks {joined}", has_changed, seconds, 0.1)
+    wait_on_cluster(f"lost ranks {lost}, joined ranks {joined}", has_changed, seconds, 0.1)
 
 
 def wait_until_completed(running: Running) -> None:
-    until("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
+    wait_on_cluster("SLURM knows that the job is over", lambda: running.state() == "COMPLETED", 60, 0.2)
 
 
 def read_losses(rows: Iterable[dict[str, Any]]) -> list[float]:
@@ -78,8 +78,8 @@ def test_a_killed_rank_and_a_cut_host_come_back_and_a_dead_host_does_not(lab: La
     running.finish()
     assert running.folder.result["state"] == "finished"
     assert len(running.folder.list_attempts()) == 1
-    assert list_changes(running.folder) == [([0], []), ([], [0]), ([1], []), ([], [1]), ([2], [])]
-    assert not differences(running.folder, train_one_process(cache, tmp_path, *LONG))
+    assert list_world_changes(running.folder) == [([0], []), ([], [0]), ([1], []), ([], [1]), ([2], [])]
+    assert not find_metric_differences(running.folder, train_one_process(cache, tmp_path, *LONG))
     wait_until_completed(running)
     lab.tool("power-on", hosts[2])
 
@@ -94,7 +94,7 @@ def test_a_job_that_loses_its_first_host_is_requeued(step: int, lab: Lab, cache:
     if step:
         running.wait_for_step(step)
     else:
-        until("the ranks begin", lambda: len(running.ranks()) == 2, 60, 0.05)
+        wait_on_cluster("the ranks begin", lambda: len(running.ranks()) == 2, 60, 0.05)
     first = running.hosts()[0]
     lab.tool("power-off", first)
     running.finish()
@@ -106,7 +106,7 @@ def test_a_job_that_loses_its_first_host_is_requeued(step: int, lab: Lab, cache:
         assert second_attempt.parent_record[1] >= step
     else:
         assert len(attempts) == 1
-    assert not differences(running.folder, train_one_process(cache, tmp_path, *SHORT))
+    assert not find_metric_differences(running.folder, train_one_process(cache, tmp_path, *SHORT))
     wait_until_completed(running)
     lab.tool("power-on", first)
 

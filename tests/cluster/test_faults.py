@@ -21,10 +21,10 @@ import pytest
 from tests.cluster import fault_kinds, fault_tables, faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 from tests.harness.runs import wandb_host
-from tests.harness.runs.tracked_runs import chosen_rows
-from tests.harness.slurm.site import until
+from tests.harness.runs.tracked_runs import list_expected_rows
+from tests.harness.slurm.cluster_site import wait_on_cluster
 
 pytestmark = pytest.mark.timeout(500)
 CASES = faults.plan_cases(int(os.environ.get("FAULT_ROUNDS", "1")), [])
@@ -65,9 +65,9 @@ def small(lab: Lab) -> Lab:
 
 def test_a_notice_to_a_starting_run_requeues_it(small: Lab) -> None:
     running = small.submit("mnist_pipeline")
-    until("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
+    wait_on_cluster("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
     small.slurm("scancel", "--signal=USR2", running.job)
-    until("the job is requeued", lambda: running.state() == "PENDING", 30)
+    wait_on_cluster("the job is requeued", lambda: running.state() == "PENDING", 30)
     assert not running.folder.result
     running.finish()
     assert not faults.list_problems(running.folder, small.reference("mnist_pipeline"))
@@ -93,7 +93,7 @@ def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
 
 def send_notice(running: Running, delay: float) -> None:
     """Signal all ranks `delay` seconds after the job starts, and wait until they have exited."""
-    until("the job runs or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
+    wait_on_cluster("the job runs or is over", lambda: running.folder.result or running.state() == "RUNNING", 60, 0.1)
     time.sleep(delay)
     ranks = running.ranks()
     step = running.step()
@@ -101,7 +101,7 @@ def send_notice(running: Running, delay: float) -> None:
     if not running.folder.result:
         with contextlib.suppress(RuntimeError):  # the job has ended meanwhile
             running.lab.slurm("scancel", "--signal=USR2", running.job)
-        until("the ranks have exited", lambda: not set(ranks) & set(running.ranks()), 30, 0.1)
+        wait_on_cluster("the ranks have exited", lambda: not set(ranks) & set(running.ranks()), 30, 0.1)
     print(f"{len(ranks)} ranks, step {step}: exited within {time.monotonic() - signal_time:.1f} s", flush=True)
 
 
@@ -110,7 +110,7 @@ def send_notice(running: Running, delay: float) -> None:
 
 def check_not_restarted(running: Running, state: str) -> None:
     """Check that the job ends as `state`, and that no attempt follows within the time of a requeue."""
-    until("the job has ended", lambda: running.state() == state, 30)
+    wait_on_cluster("the job has ended", lambda: running.state() == state, 30)
     attempts = len(running.folder.list_attempts())
     time.sleep(3)
     assert running.state() == state
@@ -122,9 +122,9 @@ def test_wandb_gets_each_row_of_a_cancelled_online_run_once(small: Lab) -> None:
     environ: dict[str, Any] = fault_kinds.start_wandb_host(small)
     running = small.submit("mnist_pipeline", *LONG_RUN, **environ)
     record = small.base / fault_kinds.WANDB_RECORD
-    until("W&B has rows", lambda: wandb_host.read_history(record), 90)
+    wait_on_cluster("W&B has rows", lambda: wandb_host.read_received_metrics(record), 90)
     small.command("cancel", f"--runs={running.folder.path.parent}", running.folder.path.name)
-    until("the job has ended", lambda: running.state() not in faults.ACTIVE_STATES, 60)
+    wait_on_cluster("the job has ended", lambda: running.state() not in faults.ACTIVE_STATES, 60)
     argv = [sys.executable, "-m", "slurm", "sync", f"--runs={running.folder.path.parent}"]
     command = small.cluster.build_command(argv, cwd=ROOT)
     env = small.env | environ | {"WANDB_ERROR_REPORTING": "false"}
@@ -135,8 +135,8 @@ def test_wandb_gets_each_row_of_a_cancelled_online_run_once(small: Lab) -> None:
     assert sync.returncode == 0, sync.stdout + sync.stderr
     for path in running.folder.path.glob("attempts/*/logs/tracker.log"):
         print(path.read_text())  # shows whether the client was killed and restarted in time
-    steps = [row["global_step"] for _, row in wandb_host.read_history(record)]
-    assert steps == [row["global_step"] for row in chosen_rows(running.folder)]
+    steps = [row["global_step"] for _, row in wandb_host.read_received_metrics(record)]
+    assert steps == [row["global_step"] for row in list_expected_rows(running.folder)]
 
 
 def test_a_cancelled_run_is_not_started_again(small: Lab) -> None:

@@ -19,7 +19,7 @@ from PIL import Image
 from common.runs.folder import RunFolder
 from common.system.processes import Process
 from slurm.local_cluster import cluster, daemons, namespaces, slurm_conf
-from tests.harness.slurm.site import FIRST, Site, own_mounts, up
+from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, create_mount_namespace, start_cluster
 
 pytestmark = pytest.mark.timeout(300)
 SECONDS = 90  # less than the timeout of a message: no rank waited for one that had exited
@@ -41,14 +41,14 @@ def check_job(
     assert process.returncode == status, process.stdout + process.stderr
     logs = [log.read_text() for log in folder.path.glob("submit/*_log.out")]
     assert not any("Traceback" in text for text in logs), logs
-    assert message in site.call("slurm", "status", str(folder.path)).stdout
-    site.gone(folder)
+    assert message in site.execute_module("slurm", "status", str(folder.path)).stdout
+    site.wait_for_exit(folder)
 
 
 def check_in_time(site: Site, folder: RunFolder) -> None:
     """Check the time from the job's start until the cause of its failure was written."""
     job = next(folder.path.glob("submit/*_0_log.out")).name.partition("_")[0]
-    fields = site.inside("scontrol", "-o", "show", "job", job, SLURM_TIME_FORMAT="%s").stdout.split()
+    fields = site.execute_in_cluster("scontrol", "-o", "show", "job", job, SLURM_TIME_FORMAT="%s").stdout.split()
     (start,) = [float(field.partition("=")[2]) for field in fields if field.startswith("StartTime=")]
     assert (folder.path / "result.json").stat().st_mtime - start < SECONDS
 
@@ -97,14 +97,14 @@ def test_an_unreachable_name_of_rank_0_is_reported_in_time(site: Site, number: i
     runs = f"name-{number}-{len(names)}"
     with replace_host_names(site, number, names):
         process = submit_and_follow(site, runs)
-    check_job(site, process, site.run_of(runs), message)
-    check_in_time(site, site.run_of(runs))
+    check_job(site, process, site.get_only_run(runs), message)
+    check_in_time(site, site.get_only_run(runs))
 
 
 def test_a_missing_interface_is_reported_in_time(site: Site) -> None:
     process = submit_and_follow(site, "interface", "launch.interface=eth9")
-    check_job(site, process, site.run_of("interface"), "launch.interface=eth9 does not exist on node")
-    check_in_time(site, site.run_of("interface"))
+    check_job(site, process, site.get_only_run("interface"), "launch.interface=eth9 does not exist on node")
+    check_in_time(site, site.get_only_run("interface"))
     assert "use one of: lo (127.0.0.1), eth0 (10.77.0." in process.stdout
 
 
@@ -120,23 +120,23 @@ def test_data_deleted_between_submission_and_start_are_reported_in_time(site: Si
             for number in range(4 - label):
                 Image.new("RGB", (9, 9), colour).save(images / part / colour / f"{number}.png")
     data = ("data.name=imagefolder", f"data.root={images}", f"data.cache={prepared}")
-    with site.busy():
+    with site.occupy_hosts():
         submitted = site.submit("ddp_multinode", "vanished", "steps=10", "batch=4", "optim.base_batch=4", *data)
         assert submitted.returncode == 0, submitted.stderr
         shutil.rmtree(images)
         shutil.rmtree(prepared)
-    folder = site.run_of("vanished")
-    process = site.call("slurm", "logs", str(folder.path), "--follow=1", status=None)
+    folder = site.get_only_run("vanished")
+    process = site.execute_module("slurm", "logs", str(folder.path), "--follow=1", status=None)
     check_job(site, process, folder, f"{images}/train is missing; set data.root to a folder with train/<class>/*")
     check_in_time(site, folder)
 
 
 def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
-    settings = site.settings("by-hand").removeprefix("--args=").split()
+    settings = site.format_settings_option("by-hand").removeprefix("--args=").split()
     settings += ["data.name=mnist", "data.fallback=none", f"data.root={site.folder}", "data.download_timeout=0"]
     script = [sys.executable, "experiments/ddp_multinode.py", "launch.nodes=2", *settings]
     start_time = time.monotonic()
-    process = site.inside("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
+    process = site.execute_in_cluster("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *script)
     assert time.monotonic() - start_time < SECONDS
     check(
         process,
@@ -168,17 +168,17 @@ def test_an_unwritable_disk_of_a_submitted_run_is_reported_in_time(
     base = tmp_path_factory.mktemp("disk")  # a short path, for SLURM's sockets
     (base / "runs").mkdir()
     with (
-        own_mounts(f"mount -t tmpfs -o size=16M tmpfs {base}/runs") as prefix,
-        up(Site(base, cache, (*FIRST, *prefix))) as site,
+        create_mount_namespace(f"mount -t tmpfs -o size=16M tmpfs {base}/runs") as prefix,
+        start_cluster(Site(base, cache, (*HIGH_PRIORITY, *prefix))) as site,
     ):
-        with site.busy():
+        with site.occupy_hosts():
             submitted = site.submit("ddp_multinode", "", "steps=10")
             assert submitted.returncode == 0, submitted.stderr
             (path,) = re.findall(r"^  run folder  .*?(\S+)$", submitted.stdout, re.MULTILINE)
             folder = RunFolder(Path(path))
             subprocess.run([*prefix, "sh", "-c", change.format(disk=f"{base}/runs")], check=False)
         start_time = time.monotonic()
-        process = site.call("slurm", "logs", str(folder.path), "--follow=1", status=None)
+        process = site.execute_module("slurm", "logs", str(folder.path), "--follow=1", status=None)
         assert time.monotonic() - start_time < SECONDS
         for message in messages:
             check_job(site, process, folder, message, status)
@@ -193,13 +193,13 @@ def test_an_unwritable_disk_of_a_submitted_run_is_reported_in_time(
 def test_a_silent_or_stopped_controller_is_reported_in_time(
     tmp_path_factory: pytest.TempPathFactory, cache: Path
 ) -> None:
-    with up(Site(tmp_path_factory.mktemp("down"), cache, FIRST)) as site:
+    with start_cluster(Site(tmp_path_factory.mktemp("down"), cache, HIGH_PRIORITY)) as site:
         submitted = site.submit("mnist_pipeline", "before", "epochs=500")
         assert submitted.returncode == 0, submitted.stderr
         (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
         for signals in (["STOP"], ["CONT", "TERM"]):
             for signal in signals:
-                site.inside("kill", f"-{signal}", pid_file.read_text().strip())
+                site.execute_in_cluster("kill", f"-{signal}", pid_file.read_text().strip())
             start_time = time.monotonic()
             process = site.submit("mnist_pipeline", "after")
             assert time.monotonic() - start_time < SECONDS
@@ -208,7 +208,7 @@ def test_a_silent_or_stopped_controller_is_reported_in_time(
             check(process, message)
             assert not (site.runs / "after").exists()
             start_time = time.monotonic()
-            status = site.call("slurm", "status", str(site.run_of("before").path))
+            status = site.execute_module("slurm", "status", str(site.get_only_run("before").path))
             assert time.monotonic() - start_time < SECONDS
             assert "  UNKNOWN  " in status.stdout
 
@@ -229,7 +229,7 @@ def test_a_run_in_a_folder_with_spaces_finishes(site: Site) -> None:
         "mnist_pipeline", "", shlex.quote(f"runs={runs}"), "steps=5", options=("--nodes=2", "--follow=1")
     )
     assert process.returncode == 0, process.stdout + process.stderr
-    assert site.run_of("two words").result["state"] == "finished"
+    assert site.get_only_run("two words").result["state"] == "finished"
 
 
 @pytest.mark.parametrize("name", ["$(touch pwned)", "a\n#SBATCH --uid=0"], ids=["a command", "two lines"])

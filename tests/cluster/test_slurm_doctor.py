@@ -19,7 +19,7 @@ import pytest
 from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.slurm.site import FIRST, Site, until
+from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, wait_on_cluster
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -49,19 +49,19 @@ while pathlib.Path(sys.argv[1]).exists():
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     base = tmp_path_factory.mktemp("doctor")
     shutil.copytree(cache, base / "prepared")
-    three_hosts = Site(base, base / "prepared", FIRST)
+    three_hosts = Site(base, base / "prepared", HIGH_PRIORITY)
     three_hosts.runs.mkdir()
-    three_hosts.call("slurm", "cluster", "up", f"--nodes={NODES}", "--conf=SlurmdTimeout=300")
+    three_hosts.execute_module("slurm", "cluster", "up", f"--nodes={NODES}", "--conf=SlurmdTimeout=300")
     try:
         yield three_hosts
     finally:
-        three_hosts.call("slurm", "cluster", "down")
+        three_hosts.execute_module("slurm", "cluster", "down")
 
 
 def doctor(site: Site, nodes: int = NODES, settings: str = "") -> dict[str, Any]:
     """Return the doctor's report, and check that its exit status agrees."""
     settings = f"--args=runs={site.runs} data.cache={site.cache} {settings}"
-    process = site.call("slurm", "doctor", f"--nodes={nodes}", settings, "--json=1", status=None)
+    process = site.execute_module("slurm", "doctor", f"--nodes={nodes}", settings, "--json=1", status=None)
     assert "Traceback" not in process.stderr, process.stderr
     report: dict[str, Any] = json.loads(process.stdout)
     assert process.returncode == (0 if report["sound"] else 1)
@@ -190,13 +190,13 @@ def test_the_doctor_names_the_rank_that_made_a_run_fail(site: Site, signal: str,
     )
     process = site.submit("mnist_pipeline", signal, *settings)
     assert process.returncode == 0, process.stderr
-    folder = site.run_of(signal)
-    until("steps", folder.read_metrics)
+    folder = site.get_only_run(signal)
+    wait_on_cluster("steps", folder.read_metrics)
     find = f"pgrep -f '[s]ubmitit.core._submit {folder.path}'"
     subprocess.run(cluster(site).build_command(["sh", "-c", f"kill -{signal} $({find})"], node=2), check=True)
-    assert "cluster.requeue=false" in site.wait(folder, "FAILED", 60 + STEP_TIMEOUT)
-    site.gone(folder)
-    report = site.call("slurm", "doctor", f"--run={folder.path}").stdout
+    assert "cluster.requeue=false" in site.wait_for_state(folder, "FAILED", 60 + STEP_TIMEOUT)
+    site.wait_for_exit(folder)
+    report = site.execute_module("slurm", "doctor", f"--run={folder.path}").stdout
     assert re.search(f"likely cause  .*{cause}", report), report
     assert re.search(r"first error  \S+ \S+ rank 0 on node1: after step \d+", report), report
     for rank in (0, 1):
@@ -205,9 +205,9 @@ def test_the_doctor_names_the_rank_that_made_a_run_fail(site: Site, signal: str,
 
 
 def test_the_doctor_names_a_host_whose_cable_is_cut(site: Site) -> None:
-    site.call("slurm", "cluster", "cut", "3")
+    site.execute_module("slurm", "cluster", "cut", "3")
     try:
         report = doctor(site)
     finally:
-        site.call("slurm", "cluster", "join", "3")
+        site.execute_module("slurm", "cluster", "join", "3")
     check_only_problem(report, "node3: ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.old_runs import VERSIONS, unpack
-from tests.harness.slurm.site import Site
+from tests.harness.slurm.cluster_site import Site
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_an_old_run_continues_as_a_job(site: Site, version: str) -> None:
     stopped, finished = unpack(version, site.folder / version)
     options = (f"--resume={stopped.path}", "--launch=slurm", f"--args=data.cache={site.cache}", "--follow=1")
-    process = site.call("slurm", "exp", *options, status=None)
+    process = site.execute_module("slurm", "exp", *options, status=None)
     assert process.returncode == 0, process.stdout + process.stderr
     assert stopped.result["state"] == "finished"
     assert stopped.result["scores"]["test_samples"] == 200

@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from slurm.local_cluster import slurm_conf
-from tests.harness.slurm.site import Site, folder, own_mounts, until, up
+from tests.harness.slurm.cluster_site import (
+    Site,
+    create_mount_namespace,
+    create_shared_folder,
+    start_cluster,
+    wait_on_cluster,
+)
 
 pytestmark = pytest.mark.timeout(300)
 NOBODY = 65534
@@ -48,9 +54,9 @@ def write_mount_script(paths: list[Path], scratch: Path) -> str:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests ran as an ordinary user already")
 def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
-    with folder() as base, folder() as scratch:
+    with create_shared_folder() as base, create_shared_folder() as scratch:
         interpreter = [Path(sys.base_prefix).resolve(), Path(sys.prefix).resolve()]
-        with own_mounts(write_mount_script(interpreter, scratch)) as prefix:
+        with create_mount_namespace(write_mount_script(interpreter, scratch)) as prefix:
             site = Site(base, base / "cache", (*prefix, *AS_NOBODY))
             site.env["HOME"] = str(base)
             shutil.copytree(cache, site.cache)
@@ -59,7 +65,7 @@ def test_an_ordinary_user_trains_on_two_hosts(cache: Path) -> None:
             process = subprocess.run(command, capture_output=True, text=True, check=False)
             if process.returncode:
                 pytest.skip(f"NOT TESTED: an ordinary user cannot run {sys.executable}: {process.stderr[-300:]}")
-            with up(site):
+            with start_cluster(site):
                 check_finished_run(site)
                 check_cancelled_run(site)
 
@@ -69,21 +75,21 @@ def check_finished_run(site: Site) -> None:
     options = ("--nodes=2", "--follow=1")
     process = site.submit("ddp_multinode", "own", "steps=10", "batch=16", options=options)
     assert process.returncode == 0, process.stdout + process.stderr
-    run_folder = site.run_of("own")
+    run_folder = site.get_only_run("own")
     assert run_folder.result["state"] == "finished"
     assert run_folder.path.stat().st_uid == NOBODY
     meta = json.loads((run_folder.path / "meta.json").read_text())
     assert meta["world"]["hosts"] == ["node1", "node2"]
-    assert "FINISHED" in site.call("slurm", "status", str(run_folder.path)).stdout
+    assert "FINISHED" in site.execute_module("slurm", "status", str(run_folder.path)).stdout
 
 
 def check_cancelled_run(site: Site) -> None:
     """Check that a running job can be cancelled."""
     assert site.submit("ddp_multinode", "long", "epochs=500").returncode == 0
-    run_folder = site.run_of("long")
-    site.wait(run_folder, "RUNNING")
-    assert "canceled job" in site.call("slurm", "cancel", str(run_folder.path)).stdout
-    site.gone(run_folder)
+    run_folder = site.get_only_run("long")
+    site.wait_for_state(run_folder, "RUNNING")
+    assert "canceled job" in site.execute_module("slurm", "cancel", str(run_folder.path)).stdout
+    site.wait_for_exit(run_folder)
 
 
 # ---- accounting
@@ -93,7 +99,7 @@ def check_cancelled_run(site: Site) -> None:
 def accounting(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
     if not all(slurm_conf.find_program(name) for name in ("mariadbd", "slurmdbd")):
         pytest.skip("NOT TESTED: MariaDB is not installed (apt-get install mariadb-server slurmdbd)")
-    with up(Site(tmp_path_factory.mktemp("db"), cache), "--db") as site:
+    with start_cluster(Site(tmp_path_factory.mktemp("db"), cache), "--db") as site:
         yield site
 
 
@@ -101,14 +107,14 @@ def restart_controller_without_state(site: Site) -> None:
     """Restart the controller without its saved state."""
     (pid_file,) = site.folder.glob("cluster-*/run/slurmctld.pid")
     pid = pid_file.read_text().strip()
-    site.inside("kill", pid)
-    until("the controller has ended", lambda: site.inside("kill", "-0", pid).returncode)
-    assert site.inside("slurmctld", "-c").returncode == 0
+    site.execute_in_cluster("kill", pid)
+    wait_on_cluster("the controller has ended", lambda: site.execute_in_cluster("kill", "-0", pid).returncode)
+    assert site.execute_in_cluster("slurmctld", "-c").returncode == 0
 
 
 def is_in_accounting(site: Site, job: str, state: str) -> bool:
     """Return whether the accounting database contains the final state of a job."""
-    return site.inside("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").stdout.startswith(state)
+    return site.execute_in_cluster("sacct", "-n", "-X", "-P", "-j", job, "-o", "State").stdout.startswith(state)
 
 
 def test_accounting_replaces_lost_state_of_the_controller(accounting: Site) -> None:
@@ -118,18 +124,18 @@ def test_accounting_replaces_lost_state_of_the_controller(accounting: Site) -> N
     for name, setting in (("COMPLETED", "steps=5"), ("FAILED", "launch.interface=eth9"), ("CANCELLED", "epochs=500")):
         process = site.submit("mnist_pipeline", name, setting)
         assert process.returncode == 0, process.stderr
-        job = json.loads((site.run_of(name).path / "meta.json").read_text())["job"]["id"]
+        job = json.loads((site.get_only_run(name).path / "meta.json").read_text())["job"]["id"]
         if name == "CANCELLED":
-            site.wait(site.run_of(name), "RUNNING")
-            site.inside("scancel", job)
-        until(f"sacct shows {name}", functools.partial(is_in_accounting, site, job, name))
-        (site.run_of(name).path / "result.json").unlink(missing_ok=True)  # it would be read first
+            site.wait_for_state(site.get_only_run(name), "RUNNING")
+            site.execute_in_cluster("scancel", job)
+        wait_on_cluster(f"sacct shows {name}", functools.partial(is_in_accounting, site, job, name))
+        (site.get_only_run(name).path / "result.json").unlink(missing_ok=True)  # it would be read first
     restart_controller_without_state(site)
     for name, (state, status, follow_status) in outcomes.items():
-        path = str(site.run_of(name).path)
-        job = json.loads((site.run_of(name).path / "meta.json").read_text())["job"]["id"]
-        assert "Invalid job id" in site.inside("scontrol", "show", "job", job).stderr
-        output = site.call("slurm", "status", path, "--wait=1", status=status).stdout
+        path = str(site.get_only_run(name).path)
+        job = json.loads((site.get_only_run(name).path / "meta.json").read_text())["job"]["id"]
+        assert "Invalid job id" in site.execute_in_cluster("scontrol", "show", "job", job).stderr
+        output = site.execute_module("slurm", "status", path, "--wait=1", status=status).stdout
         assert f"  {state}  " in output
         assert f"job {job} {name}" in output
-        site.call("slurm", "logs", path, "--follow=1", status=follow_status)
+        site.execute_module("slurm", "logs", path, "--follow=1", status=follow_status)

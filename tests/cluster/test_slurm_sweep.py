@@ -9,7 +9,7 @@ import yaml
 
 from common.runs.folder import RunFolder, read_json
 from slurm.scheduling.scheduler import choose_scheduler
-from tests.harness.slurm.site import Site, until
+from tests.harness.slurm.cluster_site import Site, wait_on_cluster
 
 pytestmark = pytest.mark.timeout(400)
 STEPS = 300
@@ -22,7 +22,7 @@ def list_runs(site: Site) -> list[RunFolder]:
 
 def write_sweep(site: Site) -> Path:
     """Write a sweep of six points; return its file."""
-    settings = site.settings("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50")
+    settings = site.format_settings_option("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50")
     sweep = {
         "experiment": "mnist_pipeline",
         "parallel": "3",
@@ -44,18 +44,18 @@ def find_training_run(site: Site, host: str) -> RunFolder | None:
 
 def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
     file = write_sweep(site)
-    output = site.call("slurm", "sweep", "--", str(file)).stdout
+    output = site.execute_module("slurm", "sweep", "--", str(file)).stdout
     assert "6 points of mnist_pipeline (6 missing); 6 to run now" in output
     assert "array of 6 jobs, at most 3 at a time" in output
-    assert "_[" in site.inside("squeue", "-h", "-o", "%i").stdout, "squeue does not show an array"
-    assert "0 to run now" in site.call("slurm", "sweep", "--", str(file)).stdout, "not all runs are submitted"
-    struck = until("a task on node2", lambda: find_training_run(site, "node2"))
-    site.call("slurm", "cluster", "power-off", "2")
+    assert "_[" in site.execute_in_cluster("squeue", "-h", "-o", "%i").stdout, "squeue does not show an array"
+    assert "0 to run now" in site.execute_module("slurm", "sweep", "--", str(file)).stdout, "not all runs are submitted"
+    struck = wait_on_cluster("a task on node2", lambda: find_training_run(site, "node2"))
+    site.execute_module("slurm", "cluster", "power-off", "2")
     try:
         assert not struck.result, "the run had ended before"
-        until("all points", lambda: sum(bool(folder.result) for folder in list_runs(site)) == 6, 240)
+        wait_on_cluster("all points", lambda: sum(bool(folder.result) for folder in list_runs(site)) == 6, 240)
     finally:
-        site.call("slurm", "cluster", "power-on", "2")
+        site.execute_module("slurm", "cluster", "power-on", "2")
     folders = list_runs(site)
     assert len(folders) == 6
     assert len(struck.list_attempts()) > 1
@@ -65,15 +65,15 @@ def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
         assert steps == list(range(1, STEPS + 1))
     cells = read_json(site.runs / "swept" / "sweeps" / "widths" / "sweep.json")["cells"]
     assert sorted(cell["run"] for cell in cells) == sorted(folder.path.name for folder in folders)
-    output = site.call("slurm", "sweep", "--follow=1", "--", str(file)).stdout
+    output = site.execute_module("slurm", "sweep", "--follow=1", "--", str(file)).stdout
     assert "(6 finished); 0 to run now" in output
-    log = site.call("slurm", "logs", str(folders[0].path)).stdout
+    log = site.execute_module("slurm", "logs", str(folders[0].path)).stdout
     assert "test accuracy" in log
-    repeated = site.call("slurm", "rerun", "--", str(struck.path))
+    repeated = site.execute_module("slurm", "rerun", "--", str(struck.path))
     assert f"bitwise equal in {STEPS} steps" in repeated.stdout
     assert len(list_runs(site)) == 7
     node_state = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
-    until("node2 is idle", lambda: site.inside(*node_state).stdout.strip() == "idle", 90)
+    wait_on_cluster("node2 is idle", lambda: site.execute_in_cluster(*node_state).stdout.strip() == "idle", 90)
 
 
 def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,16 +81,16 @@ def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pyte
     slurm = choose_scheduler("slurm")
     assert slurm is not None
     command = ("sbatch", "--parsable", "--array=0-3%1", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
-    job = site.inside(*command).stdout.strip()
-    until("the first task", lambda: slurm.read_job_state(f"{job}_0")[0] == "RUNNING")
+    job = site.execute_in_cluster(*command).stdout.strip()
+    wait_on_cluster("the first task", lambda: slurm.read_job_state(f"{job}_0")[0] == "RUNNING")
     states = {}
     for task, description in slurm.read_queue().items():
         if task.startswith(f"{job}_"):
             states[task.removeprefix(f"{job}_")] = description.partition("|")[0]
     assert states == {"0": "RUNNING", "1": "PENDING", "2": "PENDING", "3": "PENDING"}
     assert "JobArrayTaskLimit" in slurm.read_job_state(f"{job}_2")[1]
-    site.inside("scancel", job)
-    until("the tasks are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
+    site.execute_in_cluster("scancel", job)
+    wait_on_cluster("the tasks are cancelled", lambda: slurm.read_job_state(f"{job}_2")[0] == "CANCELLED")
 
 
 def read_hosts(folder: RunFolder) -> list[str]:

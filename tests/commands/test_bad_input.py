@@ -19,25 +19,32 @@ from common.config import config
 from common.data.sources import MNIST_FILES
 from common.system.errors import UserError
 from slurm.__main__ import main
-from tests.harness.commands import in_process
-from tests.harness.commands.bad_input import DISKS, ESSENTIAL, SETTINGS, Case, check, file
-from tests.harness.commands.processes import environment, execute_verb
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.bad_input import (
+    DISK_CASES,
+    FAST_SUITE_CASE_NAMES,
+    SETTINGS_CASES,
+    BadInputCase,
+    check_case,
+    make_file_writer,
+)
+from tests.harness.commands.processes import execute_verb, make_environment
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.commands.warm import ROOT
-from tests.harness.runs.damaged_runs import OF_A_RUN
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.repository import ROOT
+from tests.harness.runs.damaged_runs import RUN_COMMANDS
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
-MNIST = ("data.name=mnist", "data.root={place}/raw", "data.download_timeout=0")
-
-
-def configured(name: str, text: str, *parts: str) -> Case:
-    return Case(name, ("--config=own.yaml",), parts, setup=file("own.yaml", text))
+MNIST = ("data.name=mnist", "data.root={folder}/raw", "data.download_timeout=0")
 
 
-def scheduled(name: str, body: str, *parts: str, arguments: tuple[str, ...] = ("schedule=own.py:f",)) -> Case:
+def configured(name: str, text: str, *parts: str) -> BadInputCase:
+    return BadInputCase(name, ("--config=own.yaml",), parts, prepare_folder=make_file_writer("own.yaml", text))
+
+
+def scheduled(name: str, body: str, *parts: str, arguments: tuple[str, ...] = ("schedule=own.py:f",)) -> BadInputCase:
     """Return a case with two stages, two microbatches, and this function as schedule."""
     text = f"def f(ranks, stages, microbatches):\n    {body}\n"
-    return Case(name, (*arguments, "microbatches=2"), parts, setup=file("own.py", text))
+    return BadInputCase(name, (*arguments, "microbatches=2"), parts, prepare_folder=make_file_writer("own.py", text))
 
 
 FILES = [
@@ -111,62 +118,74 @@ def flip(content: bytes) -> bytes:
 
 
 DATA = [
-    Case(
+    BadInputCase(
         "mnist: none, and no fallback",
         (*MNIST, "data.fallback=none"),
-        ("MNIST is not in the folder {place}/raw and cannot be downloaded", "set data.root", "data.name=digits"),
-        setup=lambda place, cache: (place / "raw").mkdir(),
-        fast=False,
+        ("MNIST is not in the folder {folder}/raw and cannot be downloaded", "set data.root", "data.name=digits"),
+        prepare_folder=lambda place, cache: (place / "raw").mkdir(),
+        uses_digits=False,
     ),
-    Case(
+    BadInputCase(
         "mnist: two files missing",
         MNIST,
-        ("train-labels-idx1-ubyte is missing", "delete {place}/raw/MNIST/raw"),
-        setup=raw(train_labels_idx1_ubyte=None, t10k_images_idx3_ubyte=None),
-        fast=False,
+        ("train-labels-idx1-ubyte is missing", "delete {folder}/raw/MNIST/raw"),
+        prepare_folder=raw(train_labels_idx1_ubyte=None, t10k_images_idx3_ubyte=None),
+        uses_digits=False,
     ),
-    Case(
+    BadInputCase(
         "mnist: a file cut off",
         MNIST,
-        ("t10k-images-idx3-ubyte is damaged: 1000 bytes, expected 7840016", "delete {place}/raw/MNIST/raw"),
-        setup=raw(t10k_images_idx3_ubyte=1000),
-        fast=False,
+        ("t10k-images-idx3-ubyte is damaged: 1000 bytes, expected 7840016", "delete {folder}/raw/MNIST/raw"),
+        prepare_folder=raw(t10k_images_idx3_ubyte=1000),
+        uses_digits=False,
     ),
-    Case(
+    BadInputCase(
         "cache: flipped byte",
-        ("data.cache={place}/cache",),
+        ("data.cache={folder}/cache",),
         ("test_labels.npy is damaged (checksum differs)", "delete"),
-        setup=damaged(flip),
+        prepare_folder=damaged(flip),
     ),
-    Case(
+    BadInputCase(
         "custom data function: floats",
-        ("data.name={place}/own.py:f",),
-        ("data.name={place}/own.py:f: {place}/own.py:2: the train images have dtype float64; return uint8",),
-        setup=file("own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"),
+        ("data.name={folder}/own.py:f",),
+        ("data.name={folder}/own.py:f: {folder}/own.py:2: the train images have dtype float64; return uint8",),
+        prepare_folder=make_file_writer(
+            "own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"
+        ),
     ),
-    Case(
+    BadInputCase(
         "custom data function: vectors for convolutions",
-        ("data.name={place}/own.py:f", "data.cache={place}/sets"),
-        ("data.name={place}/own.py:f contains vectors, but the model needs images; use another data set",),
-        setup=file("own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"),
+        ("data.name={folder}/own.py:f", "data.cache={folder}/sets"),
+        ("data.name={folder}/own.py:f contains vectors, but the model needs images; use another data set",),
+        prepare_folder=make_file_writer(
+            "own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"
+        ),
         experiment="ddp_multinode",
     ),
-    Case("cache: cut off", ("data.cache={place}/cache",), (), status=0, setup=damaged(lambda content: content[:-9])),
+    BadInputCase(
+        "cache: cut off",
+        ("data.cache={folder}/cache",),
+        (),
+        exit_status=0,
+        prepare_folder=damaged(lambda content: content[:-9]),
+    ),
 ]
 
 
-WEIGHTS = Case("weights: no file", ("weights=no.pt",), ("weights=no.pt: no such file",), experiment="ddp_multinode")
+WEIGHTS = BadInputCase(
+    "weights: no file", ("weights=no.pt",), ("weights=no.pt: no such file",), experiment="ddp_multinode"
+)
 
 
-@pytest.mark.parametrize("case", [*SETTINGS, *FILES, WEIGHTS], ids=lambda case: case.name)
-def test_bad_settings(case: Case, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case.setup(tmp_path, cache)
+@pytest.mark.parametrize("case", [*SETTINGS_CASES, *FILES, WEIGHTS], ids=lambda case: case.name)
+def test_bad_settings(case: BadInputCase, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.prepare_folder(tmp_path, cache)
     before = sorted(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
     for name, value in case.env:
         monkeypatch.setenv(name, value)
-    with expect_refusal(*case.parts):  # --dry-run, so that nothing would start if it were not refused
-        main(["exp", "--dry-run=1", f"--args={' '.join(case.words)}", "--", case.experiment])
+    with expect_refusal(*case.message_parts):  # --dry-run, so that nothing would start if it were not refused
+        main(["exp", "--dry-run=1", f"--args={' '.join(case.arguments)}", "--", case.experiment])
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -175,14 +194,14 @@ def save_weights_of_another_network(place: Path, cache: Path) -> None:
 
 
 REFUSED_BY_RANKS = [
-    Case(
+    BadInputCase(
         "weights: of another network",
-        ("weights={place}/w.pt",),
+        ("weights={folder}/w.pt",),
         ("w.pt: missing tensor conv1.bias",),
-        setup=save_weights_of_another_network,
+        prepare_folder=save_weights_of_another_network,
         experiment="ddp_multinode",
     ),
-    Case("no GPU", ("launch.device=cuda",), ("no GPU is visible",), env=(("CUDA_VISIBLE_DEVICES", ""),)),
+    BadInputCase("no GPU", ("launch.device=cuda",), ("no GPU is visible",), env=(("CUDA_VISIBLE_DEVICES", ""),)),
 ]
 
 
@@ -190,10 +209,10 @@ INVALID_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", 
 
 
 @pytest.mark.parametrize("text", INVALID_RUNS, ids=ascii)
-@pytest.mark.parametrize("command", OF_A_RUN)
+@pytest.mark.parametrize("command", RUN_COMMANDS)
 def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
-    arguments = [argument.replace("{}", text) for argument in OF_A_RUN[command].split(" ")]
-    completed = in_process.run_verb(*arguments, cwd=tmp_path, status=2)
+    arguments = [argument.replace("{}", text) for argument in RUN_COMMANDS[command].split(" ")]
+    completed = in_process_calls.call_verb(*arguments, cwd=tmp_path, status=2)
     assert not list(tmp_path.iterdir()), completed
 
 
@@ -213,8 +232,8 @@ INVALID_ARGUMENTS_ABOUT_MODELS = {
 
 @pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS_ABOUT_MODELS.items())
 def test_invalid_arguments_about_a_trained_model_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
-    folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
-    completed = in_process.run_verb(*shlex.split(arguments.format(folder.path)), status=2)
+    folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path)
+    completed = in_process_calls.call_verb(*shlex.split(arguments.format(folder.path)), status=2)
     assert message in completed.stderr, completed
 
 
@@ -229,7 +248,7 @@ INVALID_ARGUMENTS = {
 
 @pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS.items())
 def test_invalid_arguments_of_other_commands_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
-    completed = in_process.run_verb(*shlex.split(arguments), cwd=tmp_path, status=2)
+    completed = in_process_calls.call_verb(*shlex.split(arguments), cwd=tmp_path, status=2)
     assert message in completed.stderr, completed
     assert completed.stderr.count("\n") == 1, completed
     assert not completed.stdout
@@ -237,15 +256,15 @@ def test_invalid_arguments_of_other_commands_are_refused(arguments: str, message
 
 
 def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
-    folder = Made("ddp_multinode", 0, 20).write(tmp_path)
+    folder = SyntheticRun("ddp_multinode", 0, 20).write(tmp_path)
     with pytest.raises(UserError, match=r"is a run of ddp_multinode, not of .*; resume it with python experiments/ddp"):
         config.load_config(config.import_schema("mnist_pipeline"), [f"--resume={folder.path}"], {})
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
     arguments = ("exp", "--args=epoch=3", "--", "mnist_pipeline")
-    env = environment(PYTHONPATH=str(ROOT))
-    completed = execute_verb(*arguments, cwd=tmp_path, env=env, real=True, status=2)
+    env = make_environment(PYTHONPATH=str(ROOT))
+    completed = execute_verb(*arguments, cwd=tmp_path, env=env, real_process=True, status=2)
     assert not completed.stdout
     assert completed.stderr.startswith("error: unknown key epoch; did you mean epochs?")
     assert completed.stderr.count("\n") == 1
@@ -253,14 +272,16 @@ def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [*DATA, *REFUSED_BY_RANKS, *(case for case in DISKS if case.name in ESSENTIAL)], ids=lambda case: case.name
+    "case",
+    [*DATA, *REFUSED_BY_RANKS, *(case for case in DISK_CASES if case.name in FAST_SUITE_CASE_NAMES)],
+    ids=lambda case: case.name,
 )
-def test_a_run_meets_bad_data_or_a_full_disk(case: Case, tmp_path: Path, cache: Path) -> None:
-    check(case, tmp_path, cache)
+def test_a_run_meets_bad_data_or_a_full_disk(case: BadInputCase, tmp_path: Path, cache: Path) -> None:
+    check_case(case, tmp_path, cache)
 
 
 def test_a_run_continues_without_a_wandb_account(tmp_path: Path, cache: Path) -> None:
     arguments = ("wandb.finish_timeout=200",)
     parts = ("W&B: offline (no W&B account is configured)",)
-    case = Case("W&B: no account", arguments, parts, status=0, env=(("WANDB_MODE", ""),))
-    check(case, tmp_path, cache)
+    case = BadInputCase("W&B: no account", arguments, parts, exit_status=0, env=(("WANDB_MODE", ""),))
+    check_case(case, tmp_path, cache)

@@ -18,16 +18,16 @@ from common.runs.compare import compare_page
 from common.runs.folder import RunFolder, read_json
 from slurm.reports import compare as compared
 from slurm.reports import selection
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import execute_verb
-from tests.harness.commands.warm import ROOT
-from tests.harness.experiments.registry import EXPERIMENTS
-from tests.harness.runs.synthetic_runs import Made, write_rows, write_six
+from tests.harness.experiments.registry import ENTRIES
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun, write_example_runs, write_rows
 
 
 def compare(runs: Path, *arguments: str, status: int = 0, **env: str) -> Completed:
-    return in_process.run_verb("compare", f"--runs-folder={runs}", *arguments, cwd=ROOT, status=status, **env)
+    return in_process_calls.call_verb("compare", f"--runs-folder={runs}", *arguments, cwd=ROOT, status=status, **env)
 
 
 def as_json(runs: Path, *arguments: str) -> dict[str, Any]:
@@ -43,11 +43,11 @@ def ends(answer: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six runs: of different lengths, restarted, running, failed, and one that never started."""
-    return write_six(tmp_path_factory.mktemp("all") / "runs")
+    return write_example_runs(tmp_path_factory.mktemp("all") / "runs")
 
 
 def test_the_table_has_every_run_and_the_differing_settings(runs_folder: Path) -> None:
-    completed = execute_verb("compare", f"--runs-folder={runs_folder}", real=True, status=0)
+    completed = execute_verb("compare", f"--runs-folder={runs_folder}", real_process=True, status=0)
     assert completed.stdout == compare(runs_folder).stdout
     head, first, *lines = completed.stdout.splitlines()
     assert first == "mnist_pipeline:"
@@ -94,10 +94,10 @@ def test_the_page_is_a_link(runs_folder: Path, terminal: bool, monkeypatch: pyte
 
 def test_a_result_of_a_newer_format_is_reported_and_other_runs_are_listed(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    newer = Made("mnist_pipeline", 0, 20, result={"format": 3, "scores": {"test_accuracy": 0.5}}).write(runs)
-    Made("mnist_pipeline", 1, 20).write(runs)
+    newer = SyntheticRun("mnist_pipeline", 0, 20, result={"format": 3, "scores": {"test_accuracy": 0.5}}).write(runs)
+    SyntheticRun("mnist_pipeline", 1, 20).write(runs)
     message = "result.json has format 3, but this version reads format 2; use the version that wrote it"
-    for completed in (compare(runs), in_process.run_verb("status", f"--runs-folder={runs}")):
+    for completed in (compare(runs), in_process_calls.call_verb("status", f"--runs-folder={runs}")):
         assert not completed.stderr
         assert completed.stdout.count(message) == 1, completed.stdout
         assert "50.00%" not in completed.stdout, completed.stdout
@@ -109,7 +109,7 @@ def test_a_result_of_a_newer_format_is_reported_and_other_runs_are_listed(tmp_pa
     assert message in (runs / "compare.html").read_text()
     (newer.path / "code/experiments").mkdir(parents=True)
     (newer.path / "code/experiments/mnist_pipeline.py").touch()
-    completed = in_process.run_verb("rerun", "--", str(newer.path), status=2)
+    completed = in_process_calls.call_verb("rerun", "--", str(newer.path), status=2)
     assert message in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
 
@@ -117,22 +117,22 @@ def test_a_result_of_a_newer_format_is_reported_and_other_runs_are_listed(tmp_pa
 def test_the_options_of_older_versions_are_accepted_with_a_notice(runs_folder: Path) -> None:
     moved = f"note: --runs no longer sets the folder of the runs; use --runs-folder={runs_folder}\n"
     renamed = "note: the option --pick has been renamed to --runs\n"
-    completed = in_process.run_verb("compare", f"--runs={runs_folder}", "--json=1")
+    completed = in_process_calls.call_verb("compare", f"--runs={runs_folder}", "--json=1")
     assert completed.stderr == moved
     assert ends(json.loads(completed.stdout)) == ends(as_json(runs_folder))
-    completed = in_process.run_verb("compare", f"--runs={runs_folder}", "--pick=0003", "--json=1")
+    completed = in_process_calls.call_verb("compare", f"--runs={runs_folder}", "--pick=0003", "--json=1")
     assert completed.stderr == moved + renamed
     assert ends(json.loads(completed.stdout)) == ["0003"]
-    completed = in_process.run_verb("status", f"--runs={runs_folder}")
+    completed = in_process_calls.call_verb("status", f"--runs={runs_folder}")
     assert completed.stderr == moved
     assert "0003" in completed.stdout
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
 def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     numbers = {"timings": {"samples_per_second": 60.0}}
-    folder = Made(name, 0, 4, result=numbers).write(runs)
+    folder = SyntheticRun(name, 0, 4, result=numbers).write(runs)
     scores = read_json(folder.path / "result.json")
     scores.pop("scores", None)
     scores.pop("data", None)
@@ -142,13 +142,13 @@ def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, 
     write_rows(folder.list_attempts()[-1], rows)
     assert "samples/s" not in compare(runs).stdout
     assert "all reduce float32 gloo" in (runs / "compare.html").read_text()
-    assert "samples/s" in in_process.run_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
-    (status,) = json.loads(in_process.run_verb("status", f"--runs-folder={runs}", "--json=1").stdout)
+    assert "samples/s" in in_process_calls.call_verb("status", f"--runs-folder={runs}").stdout.splitlines()[0]
+    (status,) = json.loads(in_process_calls.call_verb("status", f"--runs-folder={runs}", "--json=1").stdout)
     assert status["samples_per_second"] == 0
-    older = Made(name, 2, 4).write(runs)  # with settings for training that have no effect
+    older = SyntheticRun(name, 2, 4).write(runs)  # with settings for training that have no effect
     (older.path / "config.yaml").write_text((older.path / "config.yaml").read_text() + "data:\n  name: mnist\n")
     assert "the page omits" not in compare(runs, f"--name={name}").stdout
-    Made("mnist_pipeline", 1, 20).write(runs)
+    SyntheticRun("mnist_pipeline", 1, 20).write(runs)
     output = compare(runs).stdout
     page = (runs / "compare.html").read_text()
     assert "all reduce float32 gloo" not in page
@@ -159,7 +159,7 @@ def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, 
 def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
     for number, stages in enumerate(([["conv1", "bn1"], ["layer2_1"], ["fc"]], [["all"]], None, "damaged")):
         measured = {} if stages is None else {"stages": stages}
-        Made("mnist_pipeline", number, 20, result={"measured": measured}).write(tmp_path)
+        SyntheticRun("mnist_pipeline", number, 20, result={"measured": measured}).write(tmp_path)
     assert [run["split_at"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
     head, _, first, *_ = compare(tmp_path).stdout.splitlines()
     assert "  split at" in head
@@ -170,7 +170,7 @@ def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
     for number, shards in enumerate(([[1, [64, 64]], [16, [96, 32]]], None, "damaged")):
         measured = {} if shards is None else {"shards": shards}
         settings = {} if shards is None else {"shards": "auto"}
-        Made("ddp_multinode", number, 20, settings=settings, result={"measured": measured}).write(tmp_path)
+        SyntheticRun("ddp_multinode", number, 20, settings=settings, result={"measured": measured}).write(tmp_path)
     assert [run["shards"] for run in as_json(tmp_path)["runs"]] == ["96+32", None, None]
     table = compare(tmp_path).stdout
     assert table.count(" shards ") == 1
@@ -180,7 +180,7 @@ def test_the_shards_at_the_end_are_shown(tmp_path: Path) -> None:
 def test_the_cost_of_lost_ranks_is_shown(tmp_path: Path) -> None:
     lost = {"ranks_lost": 2, "seconds_lost": 0.254, "steps_redone": 1, "generations": []}
     for number, measured in enumerate((lost, {})):
-        Made("ddp_multinode", number, 20, result={"measured": measured}).write(tmp_path)
+        SyntheticRun("ddp_multinode", number, 20, result={"measured": measured}).write(tmp_path)
     first_run, second_run = as_json(tmp_path)["runs"]
     for name in ("ranks_lost", "seconds_lost", "steps_redone"):
         assert first_run[name] == lost[name]
@@ -239,7 +239,7 @@ def test_runs_are_chosen(runs_folder: Path, arguments: str, expected: str) -> No
 
 def test_runs_are_chosen_by_lists(tmp_path: Path) -> None:
     for number, split in enumerate(("[fc2]", "[fc3]", "[]")):
-        Made("mnist_pipeline", number, 10, settings={"split": split, "wandb.tags": "[a,b]"}).write(tmp_path)
+        SyntheticRun("mnist_pipeline", number, 10, settings={"split": split, "wandb.tags": "[a,b]"}).write(tmp_path)
     for condition, expected in (
         ("split=[fc2]", ["0000"]),
         ("split=fc3 'wandb.tags=[a, b]'", ["0001"]),
@@ -302,7 +302,7 @@ def test_only_pages_of_make_compare_are_overwritten(runs_folder: Path, tmp_path:
 
 def test_two_runs_with_the_same_id_suffix_are_separate_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
-        Made(name, 7, 10, result={"measured": {"idle_share": [0.2]}}).write(tmp_path)
+        SyntheticRun(name, 7, 10, result={"measured": {"idle_share": [0.2]}}).write(tmp_path)
     runs, _ = compared.load_runs(selection.list_all_runs(tmp_path))
     page = compare_page.render_page([compared.make_compared_run(run, ["waiting"], tmp_path) for run in runs], [], [])
     rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)
@@ -328,8 +328,8 @@ def test_text_of_a_run_folder_is_escaped_in_the_page(runs_folder: Path) -> None:
 
 
 def test_the_settings_of_the_newest_attempt_count(tmp_path: Path) -> None:
-    folder = Made("ddp_multinode", 1, 20, attempts=2, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
-    Made("ddp_multinode", 2, 20, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
+    folder = SyntheticRun("ddp_multinode", 1, 20, attempts=2, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
+    SyntheticRun("ddp_multinode", 2, 20, settings={"optim.lr": "0.1"}).write(tmp_path / "runs")
     first, second = folder.list_attempts()
     (second.attempt_folder / "changed.json").write_text('{"optim.lr": ["0.1", "0.05"], "clip": 3}')
     answer = as_json(tmp_path / "runs")
@@ -340,7 +340,7 @@ def test_the_settings_of_the_newest_attempt_count(tmp_path: Path) -> None:
 
 
 def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
-    folder = Made(steps=60, attempts=2).write(tmp_path)
+    folder = SyntheticRun(steps=60, attempts=2).write(tmp_path)
     later = folder.list_attempts()[1]
     write_rows(later, [row | {"time": row["time"] + 60} for row in later.read_attempt_rows()])
     low = compared.RunFacts.from_folder(folder).curves.speed.low
@@ -350,7 +350,7 @@ def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
 def test_an_id_suffix_of_two_runs_is_refused(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for name in ("mnist_pipeline", "ddp_multinode"):
-        Made(name, 7, 10).write(runs)
+        SyntheticRun(name, 7, 10).write(runs)
     error = compare(runs, "--runs=0007", status=2).stderr
     assert "mnist_pipeline-" in error
     assert "ddp_multinode-" in error
@@ -375,11 +375,13 @@ def test_damaged_files_do_not_hide_other_runs(runs_folder: Path, tmp_path: Path)
 
 
 def test_the_status_is_available_as_json(runs_folder: Path) -> None:
-    every = json.loads(in_process.run_verb("status", f"--runs-folder={runs_folder}", "--json=1").stdout)
+    every = json.loads(in_process_calls.call_verb("status", f"--runs-folder={runs_folder}", "--json=1").stdout)
     assert {status["run"] for status in every} == {path.parent.name for path in runs_folder.glob("*/config.yaml")}
     (broken,) = (status for status in every if status["run"].endswith("-0003"))
     assert broken["state"] == "failed"
     assert broken["step"] == 500
     assert broken["restarts"] == 0
-    completed = in_process.run_verb("status", f"--runs-folder={runs_folder}", "--json=1", "--", broken["run"], status=1)
+    completed = in_process_calls.call_verb(
+        "status", f"--runs-folder={runs_folder}", "--json=1", "--", broken["run"], status=1
+    )
     assert json.loads(completed.stdout)[0]["detail"] == "the loss is nan"

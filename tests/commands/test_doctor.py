@@ -30,11 +30,11 @@ from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import PATIENCE, Settings, execute_verb, script
-from tests.harness.commands.processes import run as experiment
-from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import WAIT_TIMEOUT, Settings, execute_verb, get_only_run, write_script
+from tests.harness.commands.processes import run_experiment as experiment
+from tests.harness.runs.long_runs import list_rank_pids, start_long_run
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 SOUND: dict[str, Any] = yaml.safe_load(
     """
@@ -117,11 +117,11 @@ def test_the_ranks_of_one_host_do_not_outvote_the_other_hosts() -> None:
 
 def doctor(*arguments: str, status: int = 0) -> str:
     """Run make doctor, check its exit status, and return its output."""
-    return in_process.run_verb("doctor", *arguments, status=status).stdout
+    return in_process_calls.call_verb("doctor", *arguments, status=status).stdout
 
 
 def make_failed_run(tmp_path: Path, reason: str = "", **result: str) -> RunFolder:
-    return Made(state="failed", result={"reason": reason, **result}).write(tmp_path)
+    return SyntheticRun(state="failed", result={"reason": reason, **result}).write(tmp_path)
 
 
 def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     file.write_bytes(raw)
     settings = f"runs={tmp_path / 'runs'} data.cache={tmp_path / 'prepared'}"
     arguments = ("doctor", "--nodes=2", "--json=1", f"--args={settings}")
-    completed = execute_verb(*arguments, timeout=PATIENCE, status=1)
+    completed = execute_verb(*arguments, timeout=WAIT_TIMEOUT, status=1)
     report = json.loads(completed.stdout)
     problems = report["problems"]
     assert [host["rank"] for host in report["hosts"]] == [0, 1]
@@ -163,7 +163,7 @@ def test_a_run_that_diverged_is_explained(digits: Settings, tmp_path: Path) -> N
     assert facts["state"] == "failed"
     assert facts["first_error"]["rank"] in (0, 1)
     assert len(facts["ranks"]) == 2
-    completed = in_process.run_verb("status", "--json=1", "--", str(run.folder.path), status=1)
+    completed = in_process_calls.call_verb("status", "--json=1", "--", str(run.folder.path), status=1)
     (status,) = json.loads(completed.stdout)
     assert facts["step"] == status["step"]
     assert facts["first_error"]["step"] > 1, "a failing rank records its last step"
@@ -171,9 +171,9 @@ def test_a_run_that_diverged_is_explained(digits: Settings, tmp_path: Path) -> N
 
 def test_a_rank_that_was_killed_is_named(digits: Settings, tmp_path: Path) -> None:
     settings = (*digits, "steps=100000", "epochs=300", "log.progress=none")
-    with train_long("mnist_pipeline", *settings, runs=tmp_path) as process:
-        folder = only_folder(tmp_path)
-        os.kill(ranks_of(process)[1], signal.SIGKILL)
+    with start_long_run("mnist_pipeline", *settings, runs=tmp_path) as process:
+        folder = get_only_run(tmp_path)
+        os.kill(list_rank_pids(process)[1], signal.SIGKILL)
         process.wait(90)
     report = doctor(f"--run={folder.path}")
     assert re.search("likely cause  .*rank 1 was killed by SIGKILL", report), report
@@ -191,7 +191,7 @@ def test_an_error_without_a_time_is_not_the_first() -> None:
 
 
 def test_a_rank_that_the_kernel_killed_for_memory_is_explained(tmp_path: Path) -> None:
-    folder = Made(steps=10, state="failed").write(tmp_path)
+    folder = SyntheticRun(steps=10, state="failed").write(tmp_path)
     reason = "rank 1 was killed by SIGKILL: the system ran out of memory"
     write_json(folder.path / "result.json", {"state": "failed", "exit_status": 137, "reason": reason})
     report = doctor(f"--run={folder.path}")
@@ -256,7 +256,7 @@ def test_a_run_with_an_error_in_its_source_is_not_resumed(tmp_path: Path, error:
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_the_ranks_that_an_elastic_run_lost_are_listed(damaged: bool, tmp_path: Path) -> None:
-    folder = Made().write(tmp_path)
+    folder = SyntheticRun().write(tmp_path)
     first = {"step": 16, "lost": [1], "joined": [], "ranks": [0, 2, 3], "seconds": 0.05}
     second = {"step": 20, "lost": [2, 3], "joined": [], "ranks": [0], "seconds": 0.05}
     changes = ["damaged"] if damaged else [first, second]
@@ -341,7 +341,7 @@ def test_a_recorded_cause_counts_more_than_messages(tmp_path: Path) -> None:
 
 
 def test_the_rank_with_the_fewest_steps_is_the_one_that_hangs(tmp_path: Path) -> None:
-    folder = Made(state="running", steps=200).write(tmp_path)
+    folder = SyntheticRun(state="running", steps=200).write(tmp_path)
     assert diagnosis.collect_diagnosis(folder)["cause"] == diagnosis.NO_PROBLEM
     hangs = "the run hangs after step 100: no sign of life from rank 1 on vm for 2 min"
     for seconds, cause in ((100, diagnosis.NO_PROBLEM), (130, hangs)):
@@ -359,7 +359,7 @@ def test_a_run_that_hangs_before_its_first_heartbeat_is_reported(
     tmp_path: Path, timeout: int, seconds: float, hangs: bool
 ) -> None:
     settings = {"launch.step_timeout": str(timeout)}
-    folder = Made(state="running", settings=settings).write(tmp_path)
+    folder = SyntheticRun(state="running", settings=settings).write(tmp_path)
     newest_attempt = folder.list_attempts()[-1]
     attempt_folder = newest_attempt.attempt_folder
     (attempt_folder / "heartbeat-1.json").unlink()
@@ -465,14 +465,14 @@ def test_a_rank_that_exits_without_an_error_message_is_named(digits: Settings, t
     (tmp_path / "own.py").write_text(EXITING_OPTIMIZER)
     settings = (f"optim.name={tmp_path / 'own.py'}:Leaves", "steps=4")
     run = experiment("ddp_multinode", *digits, *settings, runs=tmp_path / "runs", status=1)
-    assert run.folder.result["cause"] == "exited", run.err
+    assert run.folder.result["cause"] == "exited", run.stderr
     report = doctor(f"--run={run.folder.path}")
     assert re.search(r"likely cause  rank 1 .*: after step 0: exited with status 3 without an error message", report)
 
 
 def test_an_error_of_an_earlier_start_of_the_job_is_ignored(tmp_path: Path) -> None:
     """SLURM appends the output of all starts of a job to one file."""
-    folder = Made(attempts=2).write(tmp_path)
+    folder = SyntheticRun(attempts=2).write(tmp_path)
     write_json(folder.path / "meta.json", SLURM_JOB)
     job_log = folder.path / "submit/7_1_log.out"
     job_log.parent.mkdir()
@@ -518,7 +518,7 @@ def test_a_rank_with_more_samples_is_no_straggler(
 
 
 def test_the_reason_why_a_host_is_down_may_contain_any_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
+    write_script(tmp_path / "sinfo", "echo 'node1|idle|none'; echo 'node2|drained|disk | see ticket | 7'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     slurm = Scheduler("SLURM")
     expected = "node2 is drained: disk | see ticket | 7; SLURM does not start jobs on this host"
@@ -540,7 +540,7 @@ INVALID_ARGUMENTS = {
 
 @pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS.items())
 def test_invalid_arguments_are_refused(arguments: str, message: str) -> None:
-    completed = in_process.run_verb("doctor", *shlex.split(arguments), status=2)
+    completed = in_process_calls.call_verb("doctor", *shlex.split(arguments), status=2)
     assert message in completed.stderr
 
 

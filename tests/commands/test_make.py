@@ -24,12 +24,12 @@ from common.system.errors import UserError
 from slurm.__main__ import TARGETS, VERBS
 from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.make_targets import handed_over
-from tests.harness.commands.processes import Done, Settings, environment, processes_of, script
-from tests.harness.commands.warm import ROOT
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.make_targets import record_slurm_arguments
+from tests.harness.commands.processes import FinishedRun, Settings, find_processes, make_environment, write_script
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm
 
 HOSTILE = [
     "x; touch pwned",
@@ -54,12 +54,12 @@ HOSTILE = [
 THROUGH_MAKE = ["$(shell touch pwned)", "x\n\ttouch pwned", '"; touch pwned; "']
 
 
-def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> Done:
+def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> FinishedRun:
     """Execute make in a folder, and check its exit status, unless `status` is None."""
     completed = subprocess.run(
         ["make", *arguments],
         cwd=place,
-        env=environment(**env),
+        env=make_environment(**env),
         capture_output=True,
         text=True,
         errors="surrogateescape",
@@ -67,7 +67,7 @@ def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> Do
         check=False,
     )
     assert status in (None, completed.returncode), completed
-    return Done(completed.returncode, completed.stdout, completed.stderr, place / "runs")
+    return FinishedRun(completed.returncode, completed.stdout, completed.stderr, place / "runs")
 
 
 def check_nothing_was_created(place: Path) -> None:
@@ -78,15 +78,15 @@ def refused(place: Path, *arguments: str) -> str:
     """Check that make prints one error, fails and creates nothing; return the error."""
     completed = make(place, *arguments, status=2)
     check_nothing_was_created(place)
-    assert "Traceback" not in completed.out + completed.err, completed
-    (error,) = (line for line in completed.err.splitlines() if line.startswith("error: "))
+    assert "Traceback" not in completed.stdout + completed.stderr, completed
+    (error,) = (line for line in completed.stderr.splitlines() if line.startswith("error: "))
     return error
 
 
 def refused_inside(place: Path, *arguments: str) -> str:
     """Check the same of a command that is called within this process."""
     before = sorted(place.iterdir())
-    completed = in_process.run_verb(*arguments, cwd=place, status=2)
+    completed = in_process_calls.call_verb(*arguments, cwd=place, status=2)
     assert sorted(place.iterdir()) == before
     return completed.stderr
 
@@ -101,11 +101,11 @@ def test_help_lists_every_target(place: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", text, re.MULTILINE))
     help_texts = dict(re.findall(r"^([a-z][a-z-]*):.*?## (.*)", text, re.MULTILINE))
     completed = make(place)
-    assert [line.split()[1] for line in completed.out.splitlines()] == list(help_texts)
+    assert [line.split()[1] for line in completed.stdout.splitlines()] == list(help_texts)
     assert help_texts.keys() == targets
-    for line in completed.out.splitlines():
+    for line in completed.stdout.splitlines():
         assert help_texts[line.split()[1]] in line
-    assert make(place, "help").out == completed.out
+    assert make(place, "help").stdout == completed.stdout
 
 
 # ---- what make passes on
@@ -133,7 +133,7 @@ def test_every_text_reaches_the_commands_unchanged(place: Path, text: str) -> No
     }
     for name, pattern in patterns.items():
         target, variable = name.split()
-        arguments = handed_over(place, target, f"{variable}={text}")
+        arguments = record_slurm_arguments(place, target, f"{variable}={text}")
         assert pattern.format(text) in arguments, (target, variable, arguments)
     check_nothing_was_created(place)
 
@@ -141,7 +141,7 @@ def test_every_text_reaches_the_commands_unchanged(place: Path, text: str) -> No
 @pytest.mark.parametrize("target", COMMANDS)
 def test_every_setting_of_a_target_reaches_its_command(place: Path, target: str) -> None:
     variables = VARIABLES_BY_TARGET[target]
-    arguments = handed_over(place, target, *(f"{variable}=value-of-{variable}" for variable in variables))
+    arguments = record_slurm_arguments(place, target, *(f"{variable}=value-of-{variable}" for variable in variables))
     assert " ".join(arguments).startswith(target.replace("cluster-", "cluster "))
     for variable in variables:
         matches = [argument for argument in arguments if f"value-of-{variable}" in re.split("[= ]", argument)]
@@ -170,7 +170,7 @@ def test_help_names_the_settings_of_every_target() -> None:
 
 def test_every_verb_explains_its_settings() -> None:
     for verb, settings in VERBS.items():
-        completed = in_process.run_verb(verb, "--help")
+        completed = in_process_calls.call_verb(verb, "--help")
         for setting in settings.settings:
             assert setting.help.split()[0] in completed.stdout
         assert "Raises" not in completed.stdout
@@ -200,40 +200,40 @@ def test_an_invalid_budget_is_refused(minutes: str) -> None:
 @pytest.mark.parametrize("target", ["lint", "test-all", "tables"])
 def test_targets_without_settings_refuse_them(place: Path, target: str) -> None:
     completed = make(place, target, "NODES=2", status=2)
-    assert f"make {target} does not accept NODES; it accepts PYTHON" in completed.err
+    assert f"make {target} does not accept NODES; it accepts PYTHON" in completed.stderr
 
 
 def test_clean_refuses_a_dry_run(place: Path) -> None:
     completed = make(place, "clean", "DRY_RUN=1", status=2)
-    assert "make clean has no settings" in completed.err
+    assert "make clean has no settings" in completed.stderr
     assert (place / ".venv").exists()
 
 
 def test_several_targets_accept_the_settings_of_each(place: Path) -> None:
     completed = make(place, "status", "sync", "ALL=1", "DRY_RUN=1", status=2)
-    assert "does not accept" not in completed.err
-    assert "no runs in runs yet" in completed.err
+    assert "does not accept" not in completed.stderr
+    assert "no runs in runs yet" in completed.stderr
 
 
 # ---- make test
 
 
 def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
-    script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
+    write_script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
     for name in ("unit/test_fast.py", "cluster/test_slow.py"):
         file = place / "tests" / name
         file.parent.mkdir(parents=True)
         file.write_text("".join(f"def test_{letter}() -> None: ...\n" for letter in "abc"))
     completed = make(place, "test", "TESTS=-k 'test_a or test_b'")
-    assert "2 passed, 1 deselected" in completed.out, completed
+    assert "2 passed, 1 deselected" in completed.stdout, completed
     completed = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'", status=2)
-    assert "/$(touch pwned)`touch pwned`' not found" in completed.err, completed
+    assert "/$(touch pwned)`touch pwned`' not found" in completed.stderr, completed
     assert not (place / "pwned").exists(), completed
     completed = make(place, "test", "TESTS=tests/unit/test_fst.py::test_a", status=2)
     message = "error: TESTS=tests/unit/test_fst.py: no such file or folder; did you mean tests/unit/test_fast.py?"
-    assert message in completed.err, completed
+    assert message in completed.stderr, completed
     completed = make(place, "test", "TESTS=-k 'a or b", status=2)
-    assert 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in completed.err, completed
+    assert 'error: TESTS="-k \'a or b" cannot be split into words: No closing' in completed.stderr, completed
 
 
 # ---- make exp
@@ -293,10 +293,10 @@ def test_missing_name_lists_the_experiments(place: Path) -> None:
 
 
 def test_help_and_print_config(place: Path) -> None:
-    completed = in_process.run_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
+    completed = in_process_calls.call_verb("exp", "--args=--help", "--", "mnist_pipeline", cwd=place)
     assert "microbatches=4" in completed.stdout
     printed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "ARGS=--print-config batch=128")
-    settings = yaml.safe_load(printed.out)
+    settings = yaml.safe_load(printed.stdout)
     assert settings["batch"] == 128
     assert settings["launch"]["nodes"] == 2
     assert not printed.runs.exists()
@@ -322,8 +322,10 @@ for words in (
     except UserError as error:
         print(error)
 """
-    env = environment(PYTHONPATH=f"{tmp_path / 'fake'}:{ROOT}")
-    completed = warm.execute([sys.executable, "-c", program], cwd=tmp_path, env=env, real=True, status=0)
+    env = make_environment(PYTHONPATH=f"{tmp_path / 'fake'}:{ROOT}")
+    completed = execution.execute_command(
+        [sys.executable, "-c", program], cwd=tmp_path, env=env, real_process=True, status=0
+    )
     assert not completed.stderr, completed
     parts = ("did you mean mnist_pipeline?", "did you mean epochs?", "microbatches=2 or 4", "none.py", "NODES must be")
     messages = completed.stdout.splitlines()
@@ -334,19 +336,19 @@ for words in (
 
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: Settings) -> None:
     """SLURM is installed without a configuration, as in a fresh installation of Debian."""
-    fake = Fake(place.parent)
-    fake.conf.unlink()
-    env = fake.environment()
+    fake = FakeSlurm(place.parent)
+    fake.slurm_conf.unlink()
+    env = fake.make_environment()
     settings = f"ARGS={' '.join(digits)} steps=3 batch=16"
     completed = make(place, "exp", "NAME=mnist_pipeline", "NODES=2", "FOLLOW=1", settings, status=0, **env)
-    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.out
-    assert not fake.calls.exists()
+    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.stdout
+    assert not fake.calls_file.exists()
     assert completed.folder.result["state"] == "finished"
     config = yaml.safe_load((completed.folder.path / "config.yaml").read_text())
     assert config["launch"]["nodes"] == 2
     logs = (completed.folder.path / "attempts/0001/logs").glob("rank-*")
     assert {path.name for path in logs} == {"rank-0.log", "rank-1.log"}
-    assert not processes_of(str(place))
+    assert not find_processes(str(place))
 
 
 def test_numbers_of_hosts_are_passed_on_unchanged(place: Path) -> None:
@@ -366,7 +368,7 @@ def test_an_unknown_setting_of_a_target_is_refused(place: Path, arguments: str, 
     completed = make(place, *arguments.split(), status=2)
     target, setting = arguments.split()[:2]
     name = setting.partition("=")[0]
-    assert f"make {target} does not accept {name}; it accepts PYTHON {accepted}".strip() in completed.err
+    assert f"make {target} does not accept {name}; it accepts PYTHON {accepted}".strip() in completed.stderr
 
 
 def test_the_environment_sets_nothing(place: Path) -> None:
@@ -385,11 +387,11 @@ STATUS_WITH_CLOSED_PIPE = {
 
 @pytest.mark.parametrize("arguments, status", STATUS_WITH_CLOSED_PIPE.items(), ids=str)
 def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) -> None:
-    Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
+    SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path / "runs")
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "slurm", *arguments.split()]
-    env = environment(PYTHONPATH=str(ROOT))
+    env = make_environment(PYTHONPATH=str(ROOT))
     completed = subprocess.run(command, cwd=tmp_path, env=env, stdout=writer, stderr=subprocess.PIPE, check=False)
     os.close(writer)
     assert (completed.returncode, completed.stderr) == (status, b"")
@@ -404,20 +406,20 @@ def test_a_missing_run_is_refused_with_the_newest_runs(place: Path, verb: str) -
         file.touch()
         os.utime(file, (1000 - age, 1000 - age))
     completed = make(place, verb, status=2)
-    assert completed.err.startswith("error: RUN is missing; set RUN=<id> (newest runs in runs: d, c, b)")
+    assert completed.stderr.startswith("error: RUN is missing; set RUN=<id> (newest runs in runs: d, c, b)")
 
 
 # ---- setting up
 
 
-def set_up(place: Path, python: Path | str, status: int = 0) -> Done:
+def set_up(place: Path, python: Path | str, status: int = 0) -> FinishedRun:
     shutil.rmtree(place / ".venv", ignore_errors=True)
     return make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={python}", status=status)
 
 
 def fake_python(place: Path, older: bool = False, bare: bool = False) -> Path:
     """A python without packages that answers the questions of the Makefile and makes a .venv without any download."""
-    return script(
+    return write_script(
         place.parent / "a folder/python",
         f"""case "$*" in
           *version_info*) exit {int(older)};;
@@ -439,15 +441,15 @@ def change_requirements(place: Path, addition: str = "# another\n") -> None:
 
 def test_python_without_venv_gets_the_remedy(place: Path) -> None:
     completed = set_up(place, fake_python(place, bare=True), status=2)
-    assert "apt-get install python3-venv" in completed.err
+    assert "apt-get install python3-venv" in completed.stderr
     assert not (place / ".venv").exists()
 
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_old_or_missing_python_gets_the_remedy(place: Path, missing: bool) -> None:
     completed = set_up(place, "/nowhere/python3" if missing else fake_python(place, older=True), status=2)
-    assert completed.err.count("error: ") == 1
-    assert "older than Python 3.11; set PYTHON=" in completed.err
+    assert completed.stderr.count("error: ") == 1
+    assert "older than Python 3.11; set PYTHON=" in completed.stderr
     assert not (place / ".venv").exists()
 
 
@@ -460,9 +462,9 @@ def test_an_unknown_setting_is_refused_before_anything_is_set_up(place: Path) ->
     ):
         completed = make(place, *arguments.split(), f"PYTHON={fake_python(place)}", status=2)
         message = f"error: make {target} does not accept {name}; it accepts PYTHON"
-        assert message in completed.err, completed.err
+        assert message in completed.stderr, completed.stderr
         assert not (place / ".venv").exists()
-        assert "setting up" not in completed.out
+        assert "setting up" not in completed.stdout
     make(place, "exp", "NAME=mnist_pipeline", f"PYTHON={fake_python(place)}")
 
 
@@ -497,10 +499,10 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
         completed = make(place, "lint", f"PYTHON={python}", status=2)
         reports = [make(place, *arguments, f"PYTHON={python}") for arguments in (["status"], ["doctor", "RUN=0000"])]
         make(place, "doctor", f"PYTHON={python}", status=2)
-    assert "while processes use .venv; stop them (make status, make cancel" in completed.err
+    assert "while processes use .venv; stop them (make status, make cancel" in completed.stderr
     assert library.exists()
     for report in reports:
-        assert report.err.count("note: requirements.txt has changed") == 1, reports
+        assert report.stderr.count("note: requirements.txt has changed") == 1, reports
     assert installed.read_text().count("installed") == 1
     make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 2

@@ -11,11 +11,11 @@ import pytest
 
 from common.runs.folder import read_json
 from slurm.launch import new_experiment
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed, check_status
 from tests.harness.commands.make_targets import copy_checkout
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import make_environment
+from tests.harness.repository import ROOT
 
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 OWN_NAME = "example_of_the_page"  # a reader of the page may have made its my_mlp in this checkout
@@ -23,7 +23,7 @@ OWN_NAME = "example_of_the_page"  # a reader of the page may have made its my_ml
 
 def execute(place: Path, *command: str, standard_input: str | None = None) -> str:
     """Return the output of a command in a folder; the command must succeed."""
-    env = environment(PYTHONPATH=str(place), PYTHONDONTWRITEBYTECODE="1")  # new files are those of the command
+    env = make_environment(PYTHONPATH=str(place), PYTHONDONTWRITEBYTECODE="1")  # new files are those of the command
     completed = subprocess.run(
         command, cwd=place, env=env, input=standard_input, capture_output=True, text=True, check=False
     )
@@ -55,14 +55,16 @@ def test_a_new_experiment_changed_as_in_the_contributing_page_trains(tmp_path: P
     file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))
     script = [sys.executable, str(file), "data.name=digits", f"data.cache={cache}"]
     command = [*script, "data.test_limit=50", "steps=5", "noise=10"]
-    completed = warm.execute(command, cwd=place, root=place, env=environment(PYTHONPATH=str(place)), status=0)
+    completed = execution.execute_command(
+        command, cwd=place, root=place, env=make_environment(PYTHONPATH=str(place)), status=0
+    )
     assert "  noise          10\n" in completed.stdout, completed.stdout + completed.stderr
     (loss,) = re.findall(r"test loss +([\d.]+)", completed.stdout)
     assert float(loss) > 5, "the noise changes the weights"
     (folder,) = (place / "runs").iterdir()
     facts = read_json(folder / "model.json")
     assert (facts["class"], facts["arguments"]) == ("MyMLP", None), "a network that the script defines"
-    export = in_process.run_verb("export", "--format=torch.export", "--", str(folder), status=2)
+    export = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder), status=2)
     assert "the network MyMLP is not in common/models/networks.py" in export.stderr
 
 
@@ -80,7 +82,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_in(root: Path, name: str, status: int = 0) -> tuple[Completed, dict[str, str]]:
     """Write a new experiment; return the completed command, and the changed files with their texts."""
     before = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
-    completed = in_process.run_verb("new-experiment", "--", name, status=status)
+    completed = in_process_calls.call_verb("new-experiment", "--", name, status=status)
     after = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
     assert before.keys() <= after.keys()
     return completed, {str(path.relative_to(root)): text for path, text in after.items() if text != before.get(path)}

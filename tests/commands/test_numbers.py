@@ -16,7 +16,7 @@ from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
 from tests.benchmarks.parts import Part
 from tests.benchmarks.records import Record, Row, Table, at_least, at_most
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 PAGES = tables.list_pages()
 NARRATIVE = [page for page in PAGES if page.parent in (ROOT, ROOT / "experiments") or ROOT / "common" in page.parents]
@@ -26,6 +26,8 @@ MEASURED = re.compile(
 )
 CONSTANTS = {"5 %"}
 """Numbers with a unit that are no measurements."""
+PAGE = ROOT / "README.md"
+METHOD = "CONTRIBUTING.md#how-numbers-are-measured"
 
 
 def name_of(page: Path) -> str:
@@ -42,7 +44,7 @@ def unmarked(text: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_show_what_is_recorded(page: Path) -> None:
     text = page.read_text()
-    assert tables.fill_page(text, records.recorded()) == text, "run make tables to update the page"
+    assert tables.fill_page(text, records.recorded(), page) == text, "run make tables to update the page"
     assert len(re.findall(tables.MARKER, text)) == text.count("<!-- end -->") == len(tables.MARKED.findall(text))
 
 
@@ -75,27 +77,56 @@ def make_part(*rows: Row) -> dict[str, Any]:
 def test_a_changed_number_is_noticed() -> None:
     text = "<!-- value x/y | a / b | value -->9<!-- end -->\n<!-- measured x/y -->\n<!-- end -->"
     part = make_part(at_least("a / b", Number(1.5, 1, 2), 1.3))
-    filled = tables.fill_page(text, {"x/y": part})
+    filled = tables.fill_page(text, {"x/y": part}, PAGE)
     assert "-->1.5<!-- end -->" in filled
     assert "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
-    assert tables.fill_page(filled, {"x/y": part}) == filled != text
+    assert tables.fill_page(filled, {"x/y": part}, PAGE) == filled != text
     with pytest.raises(ValueError, match="no row 'a / b'"):
-        tables.fill_page(text, {"x/y": make_part()})
+        tables.fill_page(text, {"x/y": make_part()}, PAGE)
 
 
 def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() -> None:
     rows = [Row(f"row {number}", ["1"]) for number in range(13)] + [at_least("with goal", Number(3, 3, 3), 2)]
     part = make_part(*rows)
 
-    shown, folded = tables.format_measured({"x/y": part}, "x/y").split("\n\n<details>")
+    shown, folded = tables.format_measured({"x/y": part}, "x/y", METHOD).split("\n\n<details>")
     shown_names = re.findall(r"^\| (\w+ \w+) \|", shown, re.MULTILINE)
     assert shown_names == ["with goal", *(f"row {number}" for number in range(11))]
     heading = "| measured | value | goal |\n| --- | --- | --- |"
     assert folded.startswith(f"<summary>2 more rows</summary>\n\n{heading}\n| row 11 ")
-    assert "| row 12 | 1 |  |\n\n</details>\n\n`make bench NAME=x/y`" in folded
+    assert f"| row 12 | 1 |  |\n\n</details>\n\n[Measured]({METHOD}) on 2026-01-01 with `make bench NAME=x/y`" in folded
 
     value = "<!-- value x/y | row 12 | value --><!-- end -->"
-    assert tables.fill_page(value, {"x/y": part}) == "<!-- value x/y | row 12 | value -->1<!-- end -->"
+    assert tables.fill_page(value, {"x/y": part}, PAGE) == "<!-- value x/y | row 12 | value -->1<!-- end -->"
+
+
+def test_a_table_with_a_caption_is_hidden_until_it_is_recorded() -> None:
+    head = "<!-- measured x/y | Steps of two ranks -->"
+    assert tables.fill_page(f"{head}<!-- end -->", {}, PAGE) == f"{head}\n\n<!-- end -->"
+    part = make_part(Row("a", ["1"]))
+    shown = tables.fill_page(f"{head}<!-- end -->", {"x/y": part}, PAGE)
+    assert shown.startswith(f"{head}\n\nSteps of two ranks:\n\n| measured | value |\n")
+
+
+def test_the_line_below_a_table_names_its_conditions() -> None:
+    facts = {"threads": "1 in each of 2 processes", "batch": 16, "cable": "200mbit", "other programs": "not known"}
+    machine = {"cpu": "cpu", "cores": 2, "memory_gb": 25}
+    versions = {"python": "3.11.7", "numpy": "2.4.6", "torch": "2.15.0"}
+    about = {"date": "2026-01-01", "machine": machine, "versions": versions}
+    table = {"columns": ["side", "ms a step"], "rows": [Row("DDP", ["1"]).json()]}
+    part = about | {"table": table, "rounds": 5, "samples": {}, "command": "make bench NAME=x/y", "facts": facts}
+    line = (
+        f"[Measured]({METHOD}) on 2026-01-01 with `make bench NAME=x/y`: medians [lowest..highest] of 5 rounds; "
+        "2 processes with 1 thread each; batch size 16; links limited to 200 Mbit/s; "
+        "load from other programs not recorded; cpu, 2 cores, 25 GB of memory; Python 3.11.7, PyTorch 2.15.0."
+    )
+    assert tables.format_measured({"x/y": part}, "x/y", METHOD).endswith(f"| DDP | 1 |\n\n{line}")
+
+    newer = part | {"facts": ["1 thread", "batch size 32"], "rounds": 1, "undisturbed": 0, "others": 0.5}
+    shown = tables.format_measured({"x/y": newer}, "x/y", METHOD)
+    assert "| side | ms per step |" in shown
+    assert "`make bench NAME=x/y`: 1 round; 1 thread; batch size 32; cpu" in shown
+    assert shown.endswith("disturbed by other programs, which used up to 50 % of the machine.")
 
 
 def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:

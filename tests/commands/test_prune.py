@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import execute_verb
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
 def prune(runs: Path, *arguments: str, status: int = 0) -> Completed:
-    return in_process.run_verb("prune-runs", f"--runs-folder={runs}", *arguments, status=status)
+    return in_process_calls.call_verb("prune-runs", f"--runs-folder={runs}", *arguments, status=status)
 
 
 def files(folder: Path) -> set[str]:
@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> Path:
     outside.mkdir()
     (outside / "precious").write_text("x")
     for number, state in enumerate(("finished", "failed", "running")):
-        folder = Made("ddp_multinode", number, 20, state=state).write(place)
+        folder = SyntheticRun("ddp_multinode", number, 20, state=state).write(place)
         attempt_folder = folder.list_attempts()[0].attempt_folder
         checkpoint = attempt_folder / "checkpoints/step-00000010"
         checkpoint.mkdir(parents=True)

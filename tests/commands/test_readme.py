@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.harness.commands.processes import run
-from tests.harness.commands.warm import ROOT
-from tests.harness.pages.page_commands import PAGES, README, check_command, list_commands, make_runs
+from tests.harness.commands.processes import run_experiment
+from tests.harness.pages.page_commands import (
+    PAGES,
+    README_COMMANDS,
+    check_page_command,
+    list_page_commands,
+    write_page_runs,
+)
+from tests.harness.repository import ROOT
 
 TEXT = (ROOT / "README.md").read_text()
 HEADINGS = ["Question", "Answer", "Figure", "How it works", "Commands", "Results", "Limits", "Exercises"]
@@ -23,12 +29,12 @@ EXPERIMENT_PAGES = sorted(set((ROOT / "experiments").glob("*.md")) - {TECHNIQUES
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_runs(tmp_path_factory.mktemp("readme"))
+    return write_page_runs(tmp_path_factory.mktemp("readme"))
 
 
-@pytest.mark.parametrize("command", README)
+@pytest.mark.parametrize("command", README_COMMANDS)
 def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path, runs: Path) -> None:
-    check_command(command, cache, tmp_path, place, runs)
+    check_page_command(command, cache, tmp_path, place, runs)
 
 
 def slugs(page: Path) -> set[str]:
@@ -62,15 +68,15 @@ def test_the_page_for_choosing_a_technique_is_short_and_linked() -> None:
 
 
 def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) -> None:
-    done = run("mnist_pipeline", "data.name=digits", f"data.cache={cache}", "steps=20", runs=tmp_path)
+    done = run_experiment("mnist_pipeline", "data.name=digits", f"data.cache={cache}", "steps=20", runs=tmp_path)
     sample = re.search(r"```text\n(mnist_pipeline: .*?)```", TEXT, re.DOTALL)
     assert sample
 
     def labels(text: str) -> list[str]:
         return re.findall(r"^  ([a-z][a-z ]*?)  ", text, re.MULTILINE)
 
-    assert labels(sample.group(1)) == labels(done.out)
-    assert len(labels(done.out)) > 8
+    assert labels(sample.group(1)) == labels(done.stdout)
+    assert len(labels(done.stdout)) > 8
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "experiments").glob("*.py")), ids=lambda script: script.stem)
@@ -80,7 +86,7 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
     page = script.with_suffix(".md").read_text()
     assert "](https://arxiv.org/abs/" in page
     assert f"({script.name})" in page
-    assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_commands(*PAGES))
+    assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_page_commands(*PAGES))
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "common").rglob("README.md")), ids=lambda page: page.parent.name)

@@ -26,12 +26,12 @@ from configs import ddp_multinode
 from configs.profile import Profile
 from configs.shared import TrainingExperiment
 from slurm.launch import rerun
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import execute_verb, run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import execute_verb, run_experiment
 from tests.harness.custom_code.examples import write_example, write_schedule
-from tests.harness.experiments.registry import EXPERIMENTS
-from tests.harness.runs.synthetic_runs import Made, write_rows
+from tests.harness.experiments.registry import ENTRIES
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun, write_rows
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
@@ -45,7 +45,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     file = write_example(tmp_path)
     order = write_schedule(tmp_path)
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", f"schedule={order}:own", *QUICK)
-    old = run("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
+    old = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
     file.unlink()
     order.unlink()
     shutil.rmtree(tmp_path / "sets")
@@ -70,7 +70,7 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
 
 
 def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path) -> None:
-    old = Made("ddp_multinode", 1, 20).write(tmp_path / "old")
+    old = SyntheticRun("ddp_multinode", 1, 20).write(tmp_path / "old")
     (old.path / "code/own").mkdir(parents=True)
     (old.path / "code/own/data.py").write_text("the file of then")
     file = write_example(tmp_path)
@@ -85,7 +85,7 @@ def make_run_with_custom_files(experiment: str, tmp_path: Path, *settings: str) 
     """Return the folder of a run that stores the custom files of its settings, and the config of a repetition."""
     arguments = [*settings, f"runs={tmp_path / 'new'}"]
     cfg = config.load_config(config.import_schema(experiment), arguments, {})
-    old = Made(experiment, 1, 20).write(tmp_path / "old")
+    old = SyntheticRun(experiment, 1, 20).write(tmp_path / "old")
     provenance.copy_custom_files(cfg, old.path / "code")
     return old, cfg
 
@@ -146,7 +146,7 @@ def test_a_repetition_stores_the_files_of_a_custom_optimizer_and_decay(tmp_path:
 
 
 def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = Made("mnist_pipeline", 1, 20).write(tmp_path / "old")
+    old = SyntheticRun("mnist_pipeline", 1, 20).write(tmp_path / "old")
     for steps, equal in ((20, True), (19, False), (21, False)):
         new = RunFolder(tmp_path / f"new-{steps}" / old.path.name)
         shutil.copytree(old.path, new.path)
@@ -161,30 +161,30 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
 def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path / "data")
     settings = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
-    old = run("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
+    old = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path
     (file,) = (tmp_path / "data").glob("digits-*/train_labels.npy")
     raw = bytearray(file.read_bytes())
     raw[500] ^= 1
     file.write_bytes(raw)
-    completed = in_process.run_verb("rerun", "--", str(old), status=2)
+    completed = in_process_calls.call_verb("rerun", "--", str(old), status=2)
     (line,) = differing(completed.stdout)
     assert line.startswith(f"data train_labels of digits (sha256 of {file}): was ")
     assert f"error: {file} is damaged" in completed.stderr
     assert completed.stderr.count("\n") == 1
     assert list(old.parent.iterdir()) == [old]
     assert "\nsame " not in completed.stdout
-    completed = in_process.run_verb("rerun", "--args=seed=1", "--", str(old), status=2)
+    completed = in_process_calls.call_verb("rerun", "--args=seed=1", "--", str(old), status=2)
     assert differing(completed.stdout) == ["seed: was 0, now 1", line]
     meta = read_json(old / "meta.json")
     write_json(old / "meta.json", meta | {"data": {}})  # nothing tells what the data were
-    completed = in_process.run_verb("rerun", "--", str(old), status=2)
+    completed = in_process_calls.call_verb("rerun", "--", str(old), status=2)
     assert not differing(completed.stdout)
     assert "\nsame        settings, source, versions, and machine\n" in completed.stdout
 
 
 def test_the_largest_difference_of_losses_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = Made(number=0, steps=10).write(tmp_path)
-    new = Made(number=1, steps=10).write(tmp_path)
+    old = SyntheticRun(number=0, steps=10).write(tmp_path)
+    new = SyntheticRun(number=1, steps=10).write(tmp_path)
     text = old.list_attempts()[0].metrics_file.read_text()
     new.list_attempts()[0].metrics_file.write_text(text)
     assert rerun.compare_runs(old, new)
@@ -223,17 +223,17 @@ def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: str
     old, bare = sorted(tmp_path.iterdir())
     for name in ("experiments", "common", "slurm", "configs"):
         shutil.copytree(ROOT / name, old / "code" / name)
-    completed = in_process.run_verb("rerun", *shlex.split(arguments.format(old=old, bare=bare)), status=2)
+    completed = in_process_calls.call_verb("rerun", *shlex.split(arguments.format(old=old, bare=bare)), status=2)
     assert message in completed.stderr, completed.stderr
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_active_run_is_neither_repeated_nor_resumed(tmp_path: Path) -> None:
-    run = Made("mnist_pipeline", state="running").write(tmp_path).path
-    repeated = in_process.run_verb("rerun", "--", str(run), status=2)
+    run = SyntheticRun("mnist_pipeline", state="running").write(tmp_path).path
+    repeated = in_process_calls.call_verb("rerun", "--", str(run), status=2)
     remedy = f"wait until the run has ended (make status RUN={run} WAIT=600)"
     assert repeated.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
-    resumed = in_process.run_verb("exp", f"--resume={run}", status=2)
+    resumed = in_process_calls.call_verb("exp", f"--resume={run}", status=2)
     remedy = f"to resume the run elsewhere, first run make cancel RUN={run}"
     assert resumed.stderr == f"error: {run.name} is RUNNING; {remedy}\n"
     assert list(tmp_path.iterdir()) == [run]
@@ -259,8 +259,8 @@ OUTCOME: dict[str, Any] = yaml.safe_load(
 def test_all_results_that_depend_on_the_training_alone_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    old = Made(number=0, steps=10).write(tmp_path)
-    new = Made(number=1, steps=10).write(tmp_path)
+    old = SyntheticRun(number=0, steps=10).write(tmp_path)
+    new = SyntheticRun(number=1, steps=10).write(tmp_path)
     shutil.copy(old.list_attempts()[0].metrics_file, new.list_attempts()[0].metrics_file)
     trained = SCORES | OUTCOME | {"data": "digits"}
     old_result = FINISHED | MEASURED | {"scores": SCORES, "outcome": OUTCOME}
@@ -285,9 +285,9 @@ def test_all_results_that_depend_on_the_training_alone_are_compared(
         assert messages == [f"result      {key}: was {value}, now {changed}{distance}"]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in EXPERIMENTS if not entry.trains])
+@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
 def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, tmp_path: Path) -> None:
-    old = Made(name, 1, 4).write(tmp_path)
+    old = SyntheticRun(name, 1, 4).write(tmp_path)
     text = (old.path / "config.yaml").read_text()
     (old.path / "config.yaml").write_text(f"{text}batch: 64\ndata:\n  name: none\n")
     write_json(old.path / "meta.json", {})

@@ -16,34 +16,42 @@ from common.runs.result import Result
 from common.system.errors import UserError
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import DAMAGES
 from tests.harness.runs.process_records import Popen, identify_process
-from tests.harness.runs.sweeps import DIVERGES, TINY, begin, cells, check_failed_point_is_repeated, sweep, write
-from tests.harness.slurm.fake_slurm import Fake, call
+from tests.harness.runs.sweeps import (
+    DIVERGING_SETTINGS,
+    TINY_RUN_SETTINGS,
+    check_failed_point_is_repeated,
+    read_cells,
+    run_sweep,
+    write_grid,
+    write_interrupted_sweep,
+)
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
 
 
 def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
     """Return the single line that refuses a sweep."""
-    completed = in_process.run_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd, status=2)
+    completed = in_process_calls.call_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd, status=2)
     assert completed.stderr.startswith("error: "), completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stderr
     return completed.stderr
 
 
-def sweep_on(fake: Fake, file: Path, *options: str, status: int = 0) -> Completed:
+def sweep_on(fake: FakeSlurm, file: Path, *options: str, status: int = 0) -> Completed:
     """Call `sweep` within this process, with SLURM's commands as scripts."""
     arguments = ("--launch=slurm", *options, "--", str(file))
-    return in_process.run_verb("sweep", *arguments, cwd=ROOT, status=status, **fake.environment())
+    return in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, status=status, **fake.make_environment())
 
 
 def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path) -> None:
     points = [{"optim.lr": rate} for rate in ("0.01", "100")]
-    file = write(tmp_path, cache, points=points, settings=DIVERGES)
-    runs = begin(tmp_path, points, "finished", "failed")
-    nothing = sweep(file)
+    file = write_grid(tmp_path, cache, points=points, settings=DIVERGING_SETTINGS)
+    runs = write_interrupted_sweep(tmp_path, points, "finished", "failed")
+    nothing = run_sweep(file)
     assert "(1 finished, 1 failed); 0 to run now" in nothing.stdout
     first, _ = check_failed_point_is_repeated(file, runs[1])
     assert (first["run"], first["state"]) == (runs[0], "finished")
@@ -76,11 +84,13 @@ def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, text: str, m
 
 @pytest.mark.parametrize("dry", ["", "1"])
 def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp_path: Path, dry: str) -> None:
-    settings = {key: value for key, value in TINY.items() if key not in ("width", "stages")}
+    settings = {key: value for key, value in TINY_RUN_SETTINGS.items() if key not in ("width", "stages")}
     tree = {"experiment": "ddp_multinode", "settings": settings | {"elastic": "true", "runs": str(tmp_path / "runs")}}
     file = tmp_path / "rates.yaml"
     file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
-    completed = call(Fake(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file), status=2)
+    completed = execute_module(
+        FakeSlurm(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file), status=2
+    )
     assert completed.stderr.count("\n") == 1, completed.stdout + completed.stderr
     assert "elastic=true is not supported in the job array" in completed.stderr
     assert not (tmp_path / "runs").exists()
@@ -88,10 +98,10 @@ def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp
 
 def test_a_dry_run_lists_the_points_and_creates_nothing(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file = write(tmp_path, cache, points=points)
-    (run,) = begin(tmp_path, points, "finished")
+    file = write_grid(tmp_path, cache, points=points)
+    (run,) = write_interrupted_sweep(tmp_path, points, "finished")
     before = sorted(tmp_path.rglob("*"))
-    completed = in_process.run_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
+    completed = in_process_calls.call_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
     assert completed.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -103,20 +113,20 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     for name, value in (("QUEUE_CACHE", {}), ("QUEUE_CACHE_SECONDS", 0)):
         monkeypatch.setattr(scheduler, name, value)
     monkeypatch.setattr("slurm.launch.sweep.POLL_SECONDS", 0.01)
-    file = write(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2")
-    fake = Fake(tmp_path)
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}], parallel="2")
+    fake = FakeSlurm(tmp_path)
     runs = tmp_path / "runs"
     looked = tmp_path / "looked"
     result = '{"state": "finished", "exit_status": 0}'
     ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
-    fake.answer("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
+    fake.define_command("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
     completed = sweep_on(fake, file, "--follow=1")
     assert "(2 missing); 2 to run now" in completed.stdout
     assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in completed.stdout
     states = [line.split()[0] for line in completed.stdout.splitlines() if "  batch=" in line]
     assert states == ["RUNNING", "PENDING", "FINISHED", "FINISHED"], completed.stdout
-    for number, cell in enumerate(cells(file)):
+    for number, cell in enumerate(read_cells(file)):
         assert cell["state"] == "finished"
         assert read_json(runs / cell["run"] / "meta.json")["job"]["id"] == f"4711_{number}"
     assert "#SBATCH --array=0-1%2\n" in (runs / "sweeps/rates/submit/job.sh").read_text()
@@ -124,27 +134,27 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
 
 def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file = write(tmp_path, cache, points=points)
-    fake = Fake(tmp_path)
-    runs = begin(tmp_path, points, "failed")
-    fake.answer("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
+    file = write_grid(tmp_path, cache, points=points)
+    fake = FakeSlurm(tmp_path)
+    runs = write_interrupted_sweep(tmp_path, points, "failed")
+    fake.define_command("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
         completed = sweep_on(fake, file, f"--failed={failed}", status=2)
         assert "; 1 to run now" in completed.stdout
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
-        assert [cell["run"] for cell in cells(file)] == runs
+        assert [cell["run"] for cell in read_cells(file)] == runs
         assert [path.name for path in (tmp_path / "runs").glob("mnist_pipeline-*")] == runs
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])
 def test_an_option_in_args_starts_no_sweep(tmp_path: Path, cache: Path, option: str) -> None:
-    file = write(tmp_path, cache, points=[{"batch": "32"}])
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}])
     assert f"ARGS: {option.split(maxsplit=1)[0]} is not a setting" in refused(file, f"--args=steps=5 {option}")
     assert not (tmp_path / "runs").exists()
 
 
 def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: Path) -> None:
-    file = write(tmp_path, cache, points=[{"batch": "32"}])
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}])
     folder = tmp_path / "runs/sweeps/rates"
     folder.mkdir(parents=True)
     plan = sweep_file.read_sweep_file(str(file), [])
@@ -166,8 +176,8 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
 @pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])
 def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
-    file = write(tmp_path, cache, points=points)
-    begin(tmp_path, points, "finished")
+    file = write_grid(tmp_path, cache, points=points)
+    write_interrupted_sweep(tmp_path, points, "finished")
     sweep_record = tmp_path / "runs/sweeps/rates/sweep.json"
     if damage in DAMAGES:
         content = DAMAGES[damage](sweep_record.read_bytes())
@@ -177,13 +187,13 @@ def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Pat
     sweep_record.write_bytes(content)
     for arguments in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; restore it, or delete it" in refused(file, *arguments)
-    completed = in_process.run_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", status=2)
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", status=2)
     assert "sweep.json is damaged" in completed.stderr
     assert sweep_record.read_bytes() == content
 
 
 def test_repeats_have_different_seeds(tmp_path: Path, cache: Path) -> None:
-    file = write(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")
+    file = write_grid(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")
     points = sweep_file.read_sweep_file(str(file), ["seed=5"]).points
     expected = list(itertools.product((5, 6, 7), ("32", "64")))
     assert [(point.settings.seed, point.values["batch"]) for point in points] == expected
@@ -210,13 +220,13 @@ def test_a_python_file_without_a_grid_is_refused(name: str) -> None:
 
 def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}]
-    file = write(tmp_path, cache, points=points)
-    fake = Fake(tmp_path)
-    (run,) = begin(tmp_path, points, "cancelled")
+    file = write_grid(tmp_path, cache, points=points)
+    fake = FakeSlurm(tmp_path)
+    (run,) = write_interrupted_sweep(tmp_path, points, "cancelled")
     folder = RunFolder(tmp_path / "runs" / run)
     Result("cancelled", 130).write(folder)
     before = folder.result
-    fake.answer("sbatch", "echo refused >&2; exit 1")
+    fake.define_command("sbatch", "echo refused >&2; exit 1")
     completed = sweep_on(fake, file, status=2)
     assert "refused" in completed.stderr, completed.stdout + completed.stderr
     assert before
@@ -229,11 +239,11 @@ def test_a_point_that_is_still_stopping_is_skipped(
 ) -> None:
     monkeypatch.setattr(claims, "STOPPING_SECONDS", 0.0)
     points = [{"batch": "32"}]
-    file = write(tmp_path, cache, points=points)
-    (run,) = begin(tmp_path, points, "cancelled")
+    file = write_grid(tmp_path, cache, points=points)
+    (run,) = write_interrupted_sweep(tmp_path, points, "cancelled")
     folder = RunFolder(tmp_path / "runs" / run)
     folder.claim_attempt({"process": identify_process(waiting_process.pid)})
     Result("cancelled", 130).write(folder)
-    completed = in_process.run_verb("sweep", "--launch=local", "--", str(file))
+    completed = in_process_calls.call_verb("sweep", "--launch=local", "--", str(file))
     assert "skipped    batch=32: " in completed.stdout
     assert "is still running" in completed.stdout

@@ -28,22 +28,30 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config
 from configs.shared import Wandb
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, Settings, command, environment, run, values_of, wait_until
-from tests.harness.environment.shared_results import make_once
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.commands import execution
+from tests.harness.commands.processes import (
+    FinishedRun,
+    Settings,
+    make_environment,
+    make_run_command,
+    read_result_values,
+    run_experiment,
+    wait_until,
+)
+from tests.harness.environment.shared_results import create_folder_once
+from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.runs.tracked_runs import (
-    SECRET,
-    chosen_rows,
-    exit_code,
-    history,
-    inspect,
-    kill_rank,
-    of_type,
-    offline_history,
-    records,
-    status,
-    track,
+    API_KEY,
+    extract_metrics,
+    get_exit_code,
+    inspect_wandb_folder,
+    kill_tracked_rank,
+    list_expected_rows,
+    read_offline_metrics,
+    read_records,
+    read_tracking_status,
+    select_records,
+    track_finished_run,
     write_failing_wandb,
 )
 
@@ -65,7 +73,7 @@ def read_command_lines() -> bytes:
 
 @dataclasses.dataclass
 class Offline:
-    completed: Done
+    completed: FinishedRun
     command_lines: bytes
     """Command lines of all processes while the run was executed."""
     command_lines_in_training: bytes
@@ -81,10 +89,10 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
     def make(place: Path) -> None:
         data = ("data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30")
         tracking = ("wandb.tags=[mine]", "wandb.finish_timeout=200")
-        arguments = command("mnist_pipeline", *data, *tracking, runs=place / "run/my runs")
-        env = environment(WANDB_MODE="offline", WANDB_API_KEY=SECRET, HOME=str(place / "run/home"))
-        env[warm.REAL] = "the test reads the command line of the tracker"
-        process = warm.Command(arguments, env=env)
+        arguments = make_run_command("mnist_pipeline", *data, *tracking, runs=place / "run/my runs")
+        env = make_environment(WANDB_MODE="offline", WANDB_API_KEY=API_KEY, HOME=str(place / "run/home"))
+        env[execution.NO_FORK_VARIABLE] = "the test reads the command line of the tracker"
+        process = execution.Command(arguments, env=env)
         command_lines: dict[str, bytes] = {"training": b"", "later": b""}
         while process.poll() is None:
             current = read_command_lines()
@@ -93,35 +101,35 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
             time.sleep(0.05)
         for name, text in command_lines.items():
             (place / name).write_bytes(text)
-        output = {"status": process.returncode, "out": process.out + process.err}
+        output = {"status": process.returncode, "out": process.stdout + process.stderr}
         write_json(place / "done.json", output)
         assert process.returncode == 0, output
         (path,) = (place / "run/my runs").iterdir()
-        write_json(place / "records.json", {"records": records(RunFolder(path))})
+        write_json(place / "records.json", {"records": read_records(RunFolder(path))})
 
-    place = make_once(tmp_path_factory, "offline", make)
+    place = create_folder_once(tmp_path_factory, "offline", make)
     output = read_json(place / "done.json")
-    completed = Done(output["status"], output["out"], "", place / "run/my runs")
+    completed = FinishedRun(output["status"], output["out"], "", place / "run/my runs")
     training = (place / "training").read_bytes()
     later = (place / "later").read_bytes()
     return Offline(completed, training + later, training, read_json(place / "records.json")["records"])
 
 
 def test_offline_run_says_how_to_upload(offline: Offline) -> None:
-    assert offline.completed.status == 0, offline.completed.out
-    place = status(offline.completed.folder)
+    assert offline.completed.returncode == 0, offline.completed.stdout
+    place = read_tracking_status(offline.completed.folder)
     assert place["mode"] == "offline"
     path = shlex.quote(shlex.quote(str(offline.completed.folder.path)))
-    assert f"W&B: offline; upload the run with: make sync RUNS={path}" in offline.completed.out
+    assert f"W&B: offline; upload the run with: make sync RUNS={path}" in offline.completed.stdout
     assert Path(place["dir"]).is_relative_to(offline.completed.folder.path / "wandb")
 
 
 def test_rows_of_metrics_are_in_the_history(offline: Offline) -> None:
     rows = offline.completed.folder.read_metrics()
     assert len(rows) > 30, "metrics.jsonl has every step"
-    assert history(offline.records) == chosen_rows(offline.completed.folder)
+    assert extract_metrics(offline.records) == list_expected_rows(offline.completed.folder)
     evaluations = [row for row in rows if "test_loss" in row]
-    assert [row for row in history(offline.records) if "test_loss" in row] == evaluations
+    assert [row for row in extract_metrics(offline.records) if "test_loss" in row] == evaluations
 
 
 def test_nothing_of_wandb_runs_while_an_offline_run_trains(offline: Offline) -> None:
@@ -135,21 +143,21 @@ def test_nothing_of_wandb_runs_while_an_offline_run_trains(offline: Offline) -> 
 
 
 def test_steps_are_the_axis_of_every_metric(offline: Offline) -> None:
-    metrics = of_type(offline.records, "metric")
+    metrics = select_records(offline.records, "metric")
     assert {"name": "global_step"}.items() <= metrics[0].items()
     assert [m["step_metric"] for m in metrics if m.get("glob_name") == "*"] == ["global_step"]
 
 
 def test_summary_tags_and_config_are_complete(offline: Offline) -> None:
     folder = offline.completed.folder
-    tracked = json.loads(inspect(folder, "--summary"))
+    tracked = json.loads(inspect_wandb_folder(folder, "--summary"))
     assert tracked["state"] == "finished"
     assert tracked["exit_code"] == 0
     assert tracked["name"] == folder.path.name
-    assert tracked["run_id"] == status(folder)["id"]
+    assert tracked["run_id"] == read_tracking_status(folder)["id"]
     assert tracked["project"] == "distributed-experiments"
     assert set(tracked["tags"]) == {"mnist_pipeline", "data:digits", "world_size:2", "mine"}
-    result = {name: value for name, value in values_of(folder).items() if isinstance(value, int | float | str)}
+    result = {name: value for name, value in read_result_values(folder).items() if isinstance(value, int | float | str)}
     assert result.items() <= tracked["summary"].items()
     settings = yaml.safe_load((folder.path / "config.yaml").read_text())
     config = tracked["config"]
@@ -164,23 +172,23 @@ def test_the_api_key_is_in_no_file_and_no_command_line(offline: Offline) -> None
     root = offline.completed.runs.parent
     files = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
     assert len(files) > 20
-    assert not [path for path in files if SECRET.encode() in path.read_bytes()]
+    assert not [path for path in files if API_KEY.encode() in path.read_bytes()]
     assert str(offline.completed.folder.path).encode() in offline.command_lines, "the tracking process was not found"
-    assert SECRET.encode() not in offline.command_lines
+    assert API_KEY.encode() not in offline.command_lines
 
 
 def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
-    first = status(offline.completed.folder)["id"]
-    folder, _ = track(offline.completed.folder, tmp_path, own=first)
-    assert status(folder)["id"] == first
-    assert history(records(folder)) == chosen_rows(folder)
+    first = read_tracking_status(offline.completed.folder)["id"]
+    folder, _ = track_finished_run(offline.completed.folder, tmp_path, wandb_id=first)
+    assert read_tracking_status(folder)["id"] == first
+    assert extract_metrics(read_records(folder)) == list_expected_rows(folder)
 
 
 @pytest.fixture
 def slow(tmp_path: Path) -> RunFolder:
     """A finished run whose steps are slow, so that W&B gets every row."""
     settings = {"wandb.tags": "[mine]"}
-    return Made("mnist_pipeline", steps=30, step_seconds=0.2, settings=settings).write(tmp_path / "slow")
+    return SyntheticRun("mnist_pipeline", steps=30, step_seconds=0.2, settings=settings).write(tmp_path / "slow")
 
 
 def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and_media(
@@ -198,9 +206,9 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
         file.write('{"damaged\n{"cut o')
     repeated_rows = list(source.list_attempts()[1].read_attempt_rows())
     assert [row["global_step"] for row in repeated_rows[:2]] == [21, 22], "the first attempt ended after step 25"
-    folder, _ = track(source, tmp_path / "place", number=2, keep=True)
-    tracked = records(folder)
-    (started,) = of_type(tracked, "run")
+    folder, _ = track_finished_run(source, tmp_path / "place", number=2, keep_wandb_files=True)
+    tracked = read_records(folder)
+    (started,) = select_records(tracked, "run")
     assert started["run_group"] == "pair"
     assert {"mine", "longer"} <= set(started["tags"])
     assert "data:" + "x" * 59 in started["tags"], "W&B accepts 64 characters"
@@ -208,7 +216,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     assert "model.safetensors" not in json.dumps(tracked)
     changes = changed_settings.read_changes_of_attempts(source.path)
     assert changes.keys() <= {"optim.lr", "data.name"}, "settings of W&B do not change the training"
-    rows = history(tracked)
+    rows = extract_metrics(tracked)
     assert [row["global_step"] for row in rows if "loss" in row] == list(range(26, 31)), "each step once"
     assert [row["global_step"] for row in rows if "test_loss" in row] == [30]
     media_steps: dict[str, int] = {}
@@ -221,19 +229,19 @@ def test_the_missing_rows_of_a_killed_attempt_are_sent_with_the_next_attempt(slo
     """The first attempt was killed with its host after step 25, and the second resumed from step 20."""
     source = copy_with_two_starts(slow, tmp_path / "source")
     wandb_rows.write_note(source.list_attempts()[0], wandb_rows.TrackingNote())
-    folder, _ = track(source, tmp_path / "place", number=2)
-    assert offline_history(folder) == chosen_rows(folder)
-    steps = [row["global_step"] for row in offline_history(folder) if "loss" in row]
+    folder, _ = track_finished_run(source, tmp_path / "place", number=2)
+    assert read_offline_metrics(folder) == list_expected_rows(folder)
+    steps = [row["global_step"] for row in read_offline_metrics(folder) if "loss" in row]
     assert steps == list(range(1, 31)), "each step once"
     assert not wandb_rows.list_incomplete_notes(folder)
-    rows = [record["item"] for record in of_type(records(folder), "history")]
+    rows = [record["item"] for record in select_records(read_records(folder), "history")]
     duration = rows[-1]["_timestamp"] - rows[-4]["_timestamp"]
     assert duration == pytest.approx(rows[-1]["time"] - rows[-4]["time"], abs=1e-3), "rows have the time of training"
 
 
 def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> None:
     """The conversion is killed after it moved the folder but before it wrote the notes, or before both."""
-    folder, _ = track(slow, tmp_path / "place")
+    folder, _ = track_finished_run(slow, tmp_path / "place")
     (attempt,) = folder.list_attempts()
     (offline_folder,) = folder.path.glob("wandb/offline-run-*")
     wandb_rows.write_note(attempt, wandb_rows.TrackingNote())
@@ -248,15 +256,17 @@ def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> 
     temporary.mkdir()
     note = {"path": str(temporary), "host": os.uname().nodename}
     write_json(folder.path / "wandb/temporary.json", note)
-    again, _ = track(folder, tmp_path / "again", number=1, keep=True)
-    assert offline_history(again) == chosen_rows(again)
+    again, _ = track_finished_run(folder, tmp_path / "again", number=1, keep_wandb_files=True)
+    assert read_offline_metrics(again) == list_expected_rows(again)
     assert not temporary.exists()
     assert not (again.path / "wandb/unfinished").exists()
 
 
 def test_a_run_without_a_result_is_tracked_as_failed(tmp_path: Path) -> None:
-    folder, _ = track(Made("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place")
-    assert exit_code(records(folder)) == 1
+    folder, _ = track_finished_run(
+        SyntheticRun("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place"
+    )
+    assert get_exit_code(read_records(folder)) == 1
 
 
 def copy_with_two_starts(run_folder: RunFolder, place: Path) -> RunFolder:
@@ -276,7 +286,7 @@ def copy_with_two_starts(run_folder: RunFolder, place: Path) -> RunFolder:
 
 
 def test_the_model_is_an_artifact(offline: Offline) -> None:
-    tracked = of_type(offline.records, "request") + of_type(offline.records, "artifact")
+    tracked = select_records(offline.records, "request") + select_records(offline.records, "artifact")
     text = json.dumps(tracked)
     assert "model.safetensors" in text
     assert "model.json" in text
@@ -289,33 +299,35 @@ def test_the_model_is_an_artifact(offline: Offline) -> None:
 @pytest.mark.parametrize("mode, environ", [("wandb.mode=disabled", ""), ("wandb.mode=offline", "disabled")])
 def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, environ: str) -> None:
     settings = (*digits, "stages=1", "microbatches=1", "steps=3", mode)
-    completed = run("mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent))
+    completed = run_experiment(
+        "mnist_pipeline", *settings, runs=tmp_path, WANDB_MODE=environ, HOME=str(tmp_path.parent)
+    )
     assert not (completed.folder.path / "wandb").exists()
     assert not (completed.folder.path / "attempts/0001/logs/tracker.log").exists()
-    assert "W&B" not in completed.out
+    assert "W&B" not in completed.stdout
 
 
 # ---- killed and failing processes
 
 
 def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_rank(1, (*digits, *LONG), tmp_path, MAX_END_SECONDS)
-    output = process.out + process.err
+    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG), tmp_path, MAX_END_SECONDS)
+    output = process.stdout + process.stderr
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in output
     assert "Traceback" not in output
     assert f"make sync RUNS={folder.path}" in output
     assert folder.result["state"] == "failed"
     assert len(folder.read_metrics()) > 1
-    tracked = records(folder)
-    assert history(tracked) == chosen_rows(folder)
-    assert exit_code(tracked) == process.returncode
+    tracked = read_records(folder)
+    assert extract_metrics(tracked) == list_expected_rows(folder)
+    assert get_exit_code(tracked) == process.returncode
 
 
 def start_offline(place: Path, steps: int = 10) -> tuple[Tracker, RunFolder]:
     """Start the offline tracking of a finished run."""
     settings = {"wandb.mode": "offline", "wandb.finish_timeout": "1"}
-    run_folder = Made("mnist_pipeline", steps=steps, step_seconds=0.2, settings=settings).write(place / "runs")
+    run_folder = SyntheticRun("mnist_pipeline", steps=steps, step_seconds=0.2, settings=settings).write(place / "runs")
     folder = run_folder.list_attempts()[0]
     (folder.attempt_folder / "logs").mkdir(exist_ok=True)
     cfg = Config(wandb=Wandb(mode="offline"))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slurm.reports import wandb_sync
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import environment, execute_verb
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import execute_verb, make_environment
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
 def panels(view: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def panels(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
-    nowhere = environment(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="5ec" + "0" * 36 + "7")
+    nowhere = make_environment(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="5ec" + "0" * 36 + "7")
     completed = execute_verb("dashboard", "--project=team/mine", "--dry-run=1", env=nowhere, status=0)
     view = json.loads(completed.stdout)
     assert (view["entity"], view["project"]) == ("team", "mine")
@@ -41,24 +41,24 @@ def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
 
 @pytest.mark.parametrize("project", ["a/b/c", "x#y", "x" * 200, "a\nb"])
 def test_a_wrong_project_is_refused(project: str) -> None:
-    completed = in_process.run_verb("dashboard", f"--project={project}", "--dry-run=1", status=2)
+    completed = in_process_calls.call_verb("dashboard", f"--project={project}", "--dry-run=1", status=2)
     assert "PROJECT=" in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
 
 
 def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
-    folder = Made("mnist_pipeline", 0, 10).write(tmp_path / "runs")
+    folder = SyntheticRun("mnist_pipeline", 0, 10).write(tmp_path / "runs")
     (folder.path / "wandb/offline-run-1").mkdir(parents=True)
     (folder.path / "wandb/offline-run-1/run.wandb").touch()
-    env = environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
+    env = make_environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
     completed = execute_verb("sync", f"--runs-folder={tmp_path / 'runs'}", env=env, status=2)
     assert "no W&B account is configured" in completed.stderr
     assert "wandb login" in completed.stderr
 
 
 def test_only_tracked_runs_are_viewed(tmp_path: Path) -> None:
-    folder = Made("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
-    refused = in_process.run_verb("leet", f"--runs-folder={tmp_path / 'runs'}", status=2)
+    folder = SyntheticRun("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
+    refused = in_process_calls.call_verb("leet", f"--runs-folder={tmp_path / 'runs'}", status=2)
     assert "make compare" in refused.stderr
     for began in ("20261124_231721", "20261124_231905"):
         folder_of_start = folder.path / "wandb" / f"offline-run-{began}-f1b54ceb"

@@ -6,8 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.verification.delete_technique import clone_checkout
 
 FOLDERS = ("tests/commands", "tests/experiments", "tests/parity", "tests/recovery")
@@ -24,13 +24,13 @@ MIN_TESTS = 20
 def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     clone_checkout(clone)
-    subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=clone, env=environment(), check=True)
+    subprocess.run(["make", "new-experiment", "NAME=my_mlp"], cwd=clone, env=make_environment(), check=True)
     settings = clone / "configs" / "my_mlp.yaml"
     slow_learner = settings.read_text().replace("lr: 0.02", "lr: 0.000001")
     settings.write_text(slow_learner)
 
     omitted = [f"--deselect={test}" for test in OMITTED]
     pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
-    env = environment(PYTEST_ADDOPTS="")
-    completed = warm.execute(pytest, cwd=clone, env=env, timeout=3600, real=True, status=0)
+    env = make_environment(PYTEST_ADDOPTS="")
+    completed = execution.execute_command(pytest, cwd=clone, env=env, timeout=3600, real_process=True, status=0)
     assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

@@ -9,16 +9,16 @@ import pytest
 from tests.benchmarks import optimizers, ranks
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
-from tests.harness.experiments.discovery import import_declared
-from tests.harness.experiments.registry import TRAINING, Entry
+from tests.harness.experiments.discovery import import_if_exists
+from tests.harness.experiments.registry import TRAINING_ENTRIES, Entry
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
-    arguments = (*entry.smallest, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
-    declared = import_declared(f"tests.benchmarks.{entry.name}")
+    arguments = (*entry.smallest_settings, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
+    declared = import_if_exists(f"tests.benchmarks.{entry.name}")
     keep = getattr(declared, "KEEP", ())
     measured = run_of(tmp_path, "side", entry.name, *arguments, keep=keep).run(0)
     assert measured["seconds"] > 0
@@ -56,7 +56,7 @@ def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
     samples = list[Samples]()
     interleave(part.sides(tmp_path), Pace(1, 0, 60), samples.append)
     rows = {row.what: row.cells for row in part.table(samples[-1]).rows}
-    assert list(rows)[:2] == ["ms a step: 1 process", "ms a step: 2 processes"]
+    assert list(rows)[:2] == ["ms per step: 1 process", "ms per step: 2 processes"]
     assert len(rows) == 3
     one_rank, two_ranks, efficiency = (cells[0].value for cells in rows.values() if isinstance(cells[0], Number))
     assert efficiency == pytest.approx(one_rank / two_ranks / 2)

@@ -16,8 +16,8 @@ from common.techniques.collectives import measurement
 from common.techniques.collectives.measurement import CollectiveOperation
 from configs.collectives import ALGORITHMS, TRANSPORTS
 from configs.shared import Launch
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, run
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment, run_experiment
 
 VECTOR_BYTES = {"float32": 65536, "bfloat16": 2 * 65536}
 
@@ -26,7 +26,7 @@ def test_every_algorithm_sends_the_expected_bytes_through_every_transport(tmp_pa
     sides = (f"algorithms=[{','.join(ALGORITHMS)}]", f"transports=[{','.join(TRANSPORTS)}]", "ops=[all_reduce]")
     arguments = ("processes_per_node=4", "sizes=[64K]", "dtypes=[float32,bfloat16]", "rounds=1", "plot=false")
     launch = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=tree<100000<ring", "launch.threads=1")
-    completed = run("collectives", *sides, *arguments, *launch, "log.progress=none", runs=tmp_path)
+    completed = run_experiment("collectives", *sides, *arguments, *launch, "log.progress=none", runs=tmp_path)
     points = {(point["side"], point["dtype"]): point for point in completed.result["points"]}
     expected_sides = {"builtin", "gloo", "isend ring"}
     for transport in TRANSPORTS:
@@ -43,7 +43,7 @@ def test_every_algorithm_sends_the_expected_bytes_through_every_transport(tmp_pa
     for dtype, vector_bytes in VECTOR_BYTES.items():  # barriers send a few bytes more
         assert sum(points["builtin", dtype]["bytes_sent"]) == pytest.approx(6 * vector_bytes, abs=64)
     assert points["gloo", "float32"]["bytes_sent"] == [0.0] * 4
-    assert "builtin: sent 0.20 MB per rank" in completed.out, "bfloat16 has more bytes and uses the ring"
+    assert "builtin: sent 0.20 MB per rank" in completed.stdout, "bfloat16 has more bytes and uses the ring"
     assert list(completed.result["links"]) == ["0 - 1", "1 - 2", "2 - 3", "3 - 0"]
 
 
@@ -71,7 +71,7 @@ def write_streams(rank_info: RankInfo, folder: Path) -> None:
 
 def test_each_transport_uses_its_stream(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.complete.test_collectives_sides", str(tmp_path)]
-    warm.execute(argv, env=environment(), status=0)
+    execution.execute_command(argv, env=make_environment(), status=0)
     assert (tmp_path / "streams").read_text().splitlines() == [
         "tls TlsStream TlsSocket",
         "memory MemoryStream socket",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import Settings, run
+from tests.harness.commands.processes import Settings, run_experiment
 
 
 @pytest.mark.timeout(600)
@@ -20,7 +20,7 @@ def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: Settings) ->
     # without helper processes, each of which would import torch
     env: dict[str, Any] = {"TORCHINDUCTOR_CACHE_DIR": str(compiler_cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     env["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # does not test which vector instructions the compiler supports
-    completed = run("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, **env)
+    completed = run_experiment("amp_accum", *quick, "compile=true", runs=tmp_path / "fast", timeout=500, **env)
     assert list(compiler_cache.rglob("*.so")), "nothing was compiled"
-    without_compiler = run("amp_accum", *quick, runs=tmp_path / "plain")
+    without_compiler = run_experiment("amp_accum", *quick, runs=tmp_path / "plain")
     assert completed.losses == pytest.approx(without_compiler.losses, rel=1e-4)

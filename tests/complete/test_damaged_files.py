@@ -9,26 +9,26 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.harness.commands.bad_input import BAD_VALUES
+from tests.harness.commands.bad_input import BAD_CONFIG_LINES
 from tests.harness.environment.randomness import draw_cases
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import REPLICATED
-from tests.harness.runs.damaged_runs import DAMAGES, FILES, call_all, check_commands
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import REPLICATED_ENTRY
+from tests.harness.runs.damaged_runs import DAMAGES, RUN_FILES, check_all_commands, check_commands_on_damaged_run
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
-IN_QUICK_TESTS = list(zip(FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
-REMAINING = [pair for pair in itertools.product(FILES, DAMAGES) if pair not in IN_QUICK_TESTS]
+IN_QUICK_TESTS = list(zip(RUN_FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
+REMAINING = [pair for pair in itertools.product(RUN_FILES, DAMAGES) if pair not in IN_QUICK_TESTS]
 
 
 @pytest.mark.parametrize("name, damage", draw_cases("damaged files", REMAINING, 30))
-def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: Make, tmp_path: Path) -> None:
-    check_commands(finished(REPLICATED).folder, name, damage, tmp_path)
+def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: GetRun, tmp_path: Path) -> None:
+    check_commands_on_damaged_run(finished(REPLICATED_ENTRY).folder, name, damage, tmp_path)
 
 
-@pytest.mark.parametrize("word", draw_cases("bad values", BAD_VALUES, 15), ids=lambda word: word[:30])
+@pytest.mark.parametrize("word", draw_cases("bad values", BAD_CONFIG_LINES, 15), ids=lambda word: word[:30])
 def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) -> None:
     """Every command that reads runs reads it."""
-    folder = Made("mnist_pipeline", 0, 20).write(tmp_path / "runs")
+    folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path / "runs")
     file = folder.path / "config.yaml"
     key, _, value = word.partition("=")
     if value or "=" in word:
@@ -41,4 +41,4 @@ def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) ->
         file.write_text(yaml.safe_dump(tree))
     else:
         file.write_text(word)
-    call_all(folder.path)
+    check_all_commands(folder.path)

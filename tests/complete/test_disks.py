@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands.bad_input import DISKS, ESSENTIAL, Case, check
+from tests.harness.commands.bad_input import DISK_CASES, FAST_SUITE_CASE_NAMES, BadInputCase, check_case
 
 
-@pytest.mark.parametrize("case", [case for case in DISKS if case.name not in ESSENTIAL], ids=lambda case: case.name)
-def test_a_run_on_a_full_or_read_only_disk(case: Case, tmp_path: Path, cache: Path) -> None:
-    check(case, tmp_path, cache)
+@pytest.mark.parametrize(
+    "case", [case for case in DISK_CASES if case.name not in FAST_SUITE_CASE_NAMES], ids=lambda case: case.name
+)
+def test_a_run_on_a_full_or_read_only_disk(case: BadInputCase, tmp_path: Path, cache: Path) -> None:
+    check_case(case, tmp_path, cache)

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import execute_verb
-from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import execute_verb, get_only_run
+from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 
 def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
     settings = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    completed = execute_verb("doctor", "--nodes=2", settings, real=True, status=0)
+    completed = execute_verb("doctor", "--nodes=2", settings, real_process=True, status=0)
     lines = completed.stdout.splitlines()
     assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]
     assert len(lines) == 6
@@ -30,18 +30,18 @@ def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
 def test_a_straggler_is_named_while_the_run_trains(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
     arguments = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")
-    with train_long("ddp_multinode", *arguments, runs=tmp_path) as process:
-        folder = only_folder(tmp_path)
-        slow_rank = ranks_of(process)[1]
+    with start_long_run("ddp_multinode", *arguments, runs=tmp_path) as process:
+        folder = get_only_run(tmp_path)
+        slow_rank = list_rank_pids(process)[1]
         deadline = time.monotonic() + 120
         diagnosis = ""
         while "rank 1 on " not in diagnosis:
             assert time.monotonic() < deadline, diagnosis
             throttle(slow_rank, 1)
-            diagnosis = in_process.run_verb("doctor", f"--run={folder.path}").stdout
+            diagnosis = in_process_calls.call_verb("doctor", f"--run={folder.path}").stdout
         expected = r"rank 1 on \S+ is slow: backward starts after \S+ ms, compared with \S+ ms"
         assert re.search(expected, diagnosis), diagnosis
-        status = in_process.run_verb("status", str(folder.path))
+        status = in_process_calls.call_verb("status", str(folder.path))
         assert "RUNNING" in status.stdout, status.stdout
         assert "rank 1 on " in status.stdout, status.stdout
 

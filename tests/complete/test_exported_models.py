@@ -17,19 +17,19 @@ from safetensors.torch import load_file
 
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import Settings, run
-from tests.harness.commands.warm import ROOT
-from tests.harness.environment.shared_results import Make
+from tests.harness.commands.processes import Settings, run_experiment
+from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.entry import Entry
 from tests.harness.experiments.exported_programs import run_exported_program
-from tests.harness.experiments.registry import EXPERIMENTS, REPLICATED, STAGED
+from tests.harness.experiments.registry import ENTRIES, REPLICATED_ENTRY, STAGED_ENTRY
+from tests.harness.repository import ROOT
 
-NETWORKS = [entry for entry in EXPERIMENTS if entry.exports]
+NETWORKS = [entry for entry in ENTRIES if entry.tests_export]
 EVALUATED: list[tuple[str, tuple[str, ...]]] = []
-for experiment in EXPERIMENTS:
-    EVALUATED += [(experiment.name, settings) for settings in experiment.evaluated]
+for experiment in ENTRIES:
+    EVALUATED += [(experiment.name, settings) for settings in experiment.evaluation_variants]
 
 
 def copy(folder: RunFolder, destination: Path) -> RunFolder:
@@ -38,19 +38,19 @@ def copy(folder: RunFolder, destination: Path) -> RunFolder:
 
 
 def export(folder: RunFolder, *arguments: str, status: int = 0) -> Completed:
-    return in_process.run_verb("export", *arguments, "--", str(folder.path), status=status)
+    return in_process_calls.call_verb("export", *arguments, "--", str(folder.path), status=status)
 
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
 def test_the_torch_export_file_computes_the_same_outputs(
-    entry: Entry, finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry: Entry, finished: GetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One experiment is checked in a process without this project, the others in this process."""
-    if entry != STAGED:
+    if entry != STAGED_ENTRY:
         monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     folder = copy(finished(entry).folder, tmp_path)
     completed = export(folder, "--format=torch.export")
-    if entry == STAGED:
+    if entry == STAGED_ENTRY:
         assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
     images = torch.randn(3, *facts["shape"])
@@ -71,14 +71,14 @@ def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = ""
     if python_path:
         env["PYTHONPATH"] = python_path
     command = [sys.executable, "-P", "-c", program]
-    return warm.execute(command, cwd=folder.path, env=env, real=True, status=0).stdout
+    return execution.execute_command(command, cwd=folder.path, env=env, real_process=True, status=0).stdout
 
 
 def test_the_example_of_the_readme_uses_a_trained_model(
-    finished: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: GetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
-    folder = copy(finished(STAGED).folder, tmp_path)
+    folder = copy(finished(STAGED_ENTRY).folder, tmp_path)
     export(folder, "--format=torch.export")
     exported, safetensors = read_readme_examples()
     facts = json.loads((folder.path / "model.json").read_text())
@@ -104,19 +104,19 @@ labels = np.load({data + "/test_labels.npy"!r})[:333]
             assert set(names) <= set(facts["class_names"])
 
 
-def test_the_safetensors_file_is_named(finished: Make) -> None:
-    folder = finished(REPLICATED).folder
+def test_the_safetensors_file_is_named(finished: GetRun) -> None:
+    folder = finished(REPLICATED_ENTRY).folder
     completed = export(folder)
     assert completed.stdout.splitlines() == [str(folder.path / name) for name in ("model.safetensors", "model.json")]
 
 
-def test_an_unknown_format_is_refused(finished: Make) -> None:
-    completed = export(finished(REPLICATED).folder, "--format=pickle", status=2)
+def test_an_unknown_format_is_refused(finished: GetRun) -> None:
+    completed = export(finished(REPLICATED_ENTRY).folder, "--format=pickle", status=2)
     assert "use safetensors, torch.export or onnx" in completed.stderr
 
 
-def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path: Path) -> None:
-    folder = copy(finished(REPLICATED).folder, tmp_path)
+def test_onnx_is_exported_or_missing_packages_are_named(finished: GetRun, tmp_path: Path) -> None:
+    folder = copy(finished(REPLICATED_ENTRY).folder, tmp_path)
     if all(importlib.util.find_spec(name) for name in exporting.ONNX_PACKAGES):
         export(folder, "--format=onnx")
         assert (folder.path / "model.onnx").stat().st_size > 1000
@@ -131,15 +131,15 @@ def test_onnx_is_exported_or_missing_packages_are_named(finished: Make, tmp_path
 def test_models_of_every_kind_of_training_are_evaluated(
     name: str, settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:
-    completed = run(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
-    evaluated = in_process.run_verb("evaluate", "--", str(completed.folder.path))
+    completed = run_experiment(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
+    evaluated = in_process_calls.call_verb("evaluate", "--", str(completed.folder.path))
     assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
 
 
 def test_a_new_run_starts_with_the_weights_of_another(digits: Settings, tmp_path: Path) -> None:
     name = "resnet_modelparallel"
     small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
-    first = run(name, *small, "steps=3", runs=tmp_path / "one")
+    first = run_experiment(name, *small, "steps=3", runs=tmp_path / "one")
     path = first.folder.path
     (checkpoint_folder,) = path.glob("attempts/0001/checkpoints/step-*")
     expected = load_file(path / "model.safetensors")
@@ -148,11 +148,11 @@ def test_a_new_run_starts_with_the_weights_of_another(digits: Settings, tmp_path
     unchanged = (*small, "steps=1", "optim.lr=0")  # the weights keep their initial values
     sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
     for number, source in enumerate(sources):
-        completed = run(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
+        completed = run_experiment(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
         state = load_file(completed.folder.path / "model.safetensors")
         for weight in expected:
             if weight.endswith("weight"):
                 assert torch.equal(state[weight], expected[weight]), weight
-    run(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
-    missing = run(name, *unchanged, "weights=nowhere", runs=tmp_path / "none", status=2)
-    assert "weights=nowhere: no such file, checkpoint folder or run" in missing.err
+    run_experiment(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
+    missing = run_experiment(name, *unchanged, "weights=nowhere", runs=tmp_path / "none", status=2)
+    assert "weights=nowhere: no such file, checkpoint folder or run" in missing.stderr

@@ -10,15 +10,15 @@ from statistics import fmean
 import pytest
 
 from common.config import config
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
-from tests.harness.environment.shared_results import make_once
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.experiments.loaded_modules import count_tokens
-from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.experiments.registry import ENTRIES
 
-TRAINED = {entry.name: entry.techniques for entry in EXPERIMENTS if entry.techniques is not None}
+TRAINED = {entry.name: entry.allowed_techniques for entry in ENTRIES if entry.allowed_techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
-SHARED = [entry.name for entry in EXPERIMENTS if not entry.own_technique]
+SHARED = [entry.name for entry in ENTRIES if not entry.own_technique]
 """Experiments whose technique cannot be deleted, so that a deletion does not change the mean."""
 MAX_MEAN_TOKENS = 92_400  # 75 % of the tokens that these scripts loaded when the core imported every technique
 
@@ -32,9 +32,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
 
     def list_modules(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.harness.experiments.loaded_modules", str(folder), *arguments]
-        warm.execute(command, env=environment(), timeout=300, real=True, status=0)
+        execution.execute_command(command, env=make_environment(), timeout=300, real_process=True, status=0)
 
-    folder = make_once(tmp_path_factory, "modules", list_modules)
+    folder = create_folder_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}
     tokens: dict[str, dict[str, int]] = {}
     for name, modules in files.items():

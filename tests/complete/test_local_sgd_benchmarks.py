@@ -22,7 +22,7 @@ def test_the_model_of_a_step_is_its_time_without_a_limit_and_that_of_its_bytes(t
         samples.values[rate] |= {"seconds": [0.4], "others": [0.0]}
     rows = {row.what: row.cells for row in crossover.table(samples).rows}
     assert len(rows) == 16
-    assert rows[f"{crossover.DDP}, 50mbit"][1] == f"{1e3 * (free + 3766104 / 6.25e6):.3g}"
+    assert rows[f"{crossover.DDP}, 50 Mbit/s"][1] == f"{1e3 * (free + 3766104 / 6.25e6):.3g}"
     assert crossover.predict_seconds(free, crossover.LOCAL, "1gbit") == pytest.approx(free + 470763 / 125e6)
     crossover.draw_rates(tmp_path / "rates.svg", {"samples": samples.values})
     assert "alpha + beta n" in (tmp_path / "rates.svg").read_text()

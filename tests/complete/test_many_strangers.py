@@ -6,7 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 from common.ranks.links.connecting import RankAddress
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.ranks.folder_rendezvous import FolderRendezvous, identity, rendezvous
 from tests.harness.ranks.foreign_clients import send_random_inputs
@@ -21,7 +21,7 @@ def test_ten_thousand_inputs_crash_no_rank(rendezvous: FolderRendezvous) -> None
         send_random_inputs(address, 10_000, draw_seed("strangers"), is_local=bool(address.unix_socket_name))
         rank_1 = rendezvous.join(1, 2)
         rank_1.outgoing[0].send(0, b"four")
-        rank_0 = pending_rank_0.result(PATIENCE)
+        rank_0 = pending_rank_0.result(WAIT_TIMEOUT)
         received = bytearray(4)
         rank_0.incoming[1].receive(0, received)
         assert received == b"four"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pages.page_commands import OTHERS, check_command, make_runs
+from tests.harness.pages.page_commands import OTHER_PAGE_COMMANDS, check_page_command, write_page_runs
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_runs(tmp_path_factory.mktemp("pages"))
+    return write_page_runs(tmp_path_factory.mktemp("pages"))
 
 
-@pytest.mark.parametrize("command", OTHERS)
+@pytest.mark.parametrize("command", OTHER_PAGE_COMMANDS)
 def test_every_command_runs(command: str, cache: Path, tmp_path: Path, place: Path, runs: Path) -> None:
-    check_command(command, cache, tmp_path, place, runs)
+    check_page_command(command, cache, tmp_path, place, runs)

@@ -15,9 +15,9 @@ import pytest
 from common.runs.compare import compare_page, metric_curves
 from common.runs.compare.compare_page import ComparedRun, TableCell
 from common.runs.compare.metric_curves import Curve, RunCurves
-from tests.harness.commands import in_process
-from tests.harness.pages.browser import browser, requests, set_scheme, set_width
-from tests.harness.runs.synthetic_runs import write_six
+from tests.harness.commands import in_process_calls
+from tests.harness.pages.browser import open_browser, read_requested_urls, set_color_scheme, set_page_width
+from tests.harness.runs.synthetic_runs import write_example_runs
 
 HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
 OVERLAPS = """
@@ -106,23 +106,23 @@ def check_browser_log(chrome: Any) -> None:
 
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Any]:
-    with browser() as started:
+    with open_browser() as started:
         yield started
 
 
 def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any) -> None:
-    runs = write_six(tmp_path / "runs")
+    runs = write_example_runs(tmp_path / "runs")
     config = next(runs.glob("*-0002")) / "config.yaml"
     config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(HOSTILE)}"))
     metrics = next(runs.glob("*-0002")) / "attempts" / "0001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"test_loss"', f'{json.dumps(HOSTILE)}: 2, "test_loss"'))
-    in_process.run_verb("compare", f"--runs-folder={runs}")
+    in_process_calls.call_verb("compare", f"--runs-folder={runs}")
     page = runs / "compare.html"
-    set_width(chrome, 1300)
+    set_page_width(chrome, 1300)
     chrome.get(page.as_uri())
     check_browser_log(chrome)
     assert chrome.title == "6 runs compared"
-    requested = [url for url in requests(chrome) if not url.startswith(("data:", "blob:"))]
+    requested = [url for url in read_requested_urls(chrome) if not url.startswith(("data:", "blob:"))]
     assert requested == [page.as_uri()]
     titles = chrome.execute_script("return [...document.querySelectorAll('figure h3')].map(t => t.textContent)")
     assert titles == ["training loss", "test accuracy", "test loss", HOSTILE, "samples/s"]
@@ -138,10 +138,10 @@ def test_nothing_overlaps_at_any_width_and_all_controls_work(tmp_path: Path, chr
     page = tmp_path / "page.html"
     page.write_text(compare_page.render_page(make_runs(14, 20_000), ["model.depth", "optim.lr"], []))
     for width in (360, 700, 1300, 2560):
-        set_width(chrome, width)
+        set_page_width(chrome, width)
         chrome.get(page.as_uri())
         for scheme in ("light", "dark"):
-            set_scheme(chrome, scheme)
+            set_color_scheme(chrome, scheme)
             widths = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
             scroll_width, client_width = chrome.execute_script(widths)
             assert scroll_width <= client_width <= width, (width, scheme)
@@ -264,7 +264,7 @@ def check_table(chrome: Any) -> None:
 def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     page = tmp_path / "page.html"
     page.write_text(compare_page.render_page(make_runs(50, 10_000), ["optim.lr"], []))
-    set_width(chrome, 1300)
+    set_page_width(chrome, 1300)
     chrome.get("about:blank")
     start = time.perf_counter()
     chrome.get(page.as_uri())

@@ -11,7 +11,7 @@ from torch import nn
 from common.models import exporting, model_file, networks
 from common.techniques.pruning import pruning_savings
 from common.techniques.pruning.pruning_masks import Masks
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.experiments.exported_programs import run_exported_program
 
 
@@ -55,12 +55,12 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
     training = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
     ranks = ("processes_per_node=2", "launch.threads=1")
-    completed = run("sparse_prune", *images, *training, *ranks, "int8=false", runs=tmp_path)
+    completed = run_experiment("sparse_prune", *images, *training, *ranks, "int8=false", runs=tmp_path)
     result = completed.result
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
     assert result["weights"] > 11e6
     assert result["export_difference"] < 1e-3
     assert (completed.folder.path / "model.pt2").stat().st_size == result["export_bytes"]
-    assert "in a new process, outputs differ by" in completed.out
+    assert "in a new process, outputs differ by" in completed.stdout
     _, model = model_file.load_model(completed.folder)
     check_other_batch_size(completed.folder.path / "model.pt2", model, 3, 16, 16)

@@ -14,14 +14,16 @@ from common.runs.folder import RunFolder
 from slurm.launch import rerun
 from tests.harness.commands import make_targets
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import environment, execute_verb, run
+from tests.harness.commands.processes import execute_verb, make_environment, run_experiment
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
 
 def make_rerun(place: Path, folder: Path, *arguments: str) -> Completed:
     argv = ["make", "rerun", f"RUN={folder}", *arguments]
-    return subprocess.run(argv, cwd=place, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        argv, cwd=place, env=make_environment(), capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def list_differences(completed: Completed) -> list[str]:
@@ -34,9 +36,9 @@ def read_losses(folder: RunFolder) -> list[float]:
 
 def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place: Path, tmp_path: Path) -> None:
     arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
-    old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
-    handed_over = make_targets.handed_over(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
-    completed = execute_verb(*handed_over, status=rerun.DIFFERENT)
+    old = run_experiment("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
+    slurm_arguments = make_targets.record_slurm_arguments(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
+    completed = execute_verb(*slurm_arguments, status=rerun.DIFFERENT)
     assert list_differences(completed) == ["seed: was 0, now 1"]
     match = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", completed.stdout)
     assert match, completed.stdout
@@ -69,7 +71,7 @@ def test_a_flipped_byte_in_the_source_of_the_data_is_reported(place: Path, tmp_p
     raw = tmp_path / "MNIST" / "raw"
     write_random_mnist(raw)
     arguments = (f"data.root={tmp_path}", f"data.cache={tmp_path / 'data'}", *QUICK)
-    old = run("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
+    old = run_experiment("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
     with open(raw / "t10k-images-idx3-ubyte", "r+b") as file:
         file.seek(16 + 300)
         byte = file.read(1)[0]

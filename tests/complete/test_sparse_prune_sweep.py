@@ -8,7 +8,7 @@ from typing import Any
 
 from common.runs.folder import RunFolder
 from configs.sparse_prune import CRITERIA
-from tests.harness.commands.processes import Done, Settings, run, values_of
+from tests.harness.commands.processes import FinishedRun, Settings, read_result_values, run_experiment
 
 QUIET = (
     "model=mlp",
@@ -25,18 +25,18 @@ TOTAL = 784 * 128 + 128 * 64 + 64 * 10  # weights of the mlp
 Results = dict[tuple[int, str], dict[str, Any]]
 
 
-def sweep(runs: Path, *arguments: str) -> tuple[Done, Results]:
+def sweep(runs: Path, *arguments: str) -> tuple[FinishedRun, Results]:
     """Sweep over the criteria: prune at once and take one step. Returns the results by seed and criterion."""
     oneshot = ("schedule=oneshot", "begin=0", "end=0", "steps=1", "dtype=float64")
     settings = ("sweep=true", "levels=[0.9]", *arguments, *QUIET, *oneshot)
-    completed = run("sparse_prune", *settings, runs=runs, timeout=240)
+    completed = run_experiment("sparse_prune", *settings, runs=runs, timeout=240)
     (folder,) = (runs / "sweeps").iterdir()
     assert (folder / "sparsity.png").read_bytes().startswith(b"\x89PNG")
     outcomes: Results = {}
     for cell in json.loads((folder / "sweep.json").read_text())["cells"]:
         assert cell["state"] == "finished", cell
         point = cell["values"]["seed"], cell["values"].get("criterion", "dense")
-        outcomes[point] = values_of(RunFolder(runs / cell["run"]))
+        outcomes[point] = read_result_values(RunFolder(runs / cell["run"]))
     return completed, outcomes
 
 
@@ -56,4 +56,4 @@ def test_masks_of_a_sweep_depend_on_criterion_and_seed_but_not_on_ranks(digits: 
         if name != "dense":
             assert outcome["nonzero"] == TOTAL - round(0.9 * TOTAL)
     for text in ("magnitude 90 %", "below dense", "non-zero", "dense bf16"):
-        assert text in completed.out
+        assert text in completed.stdout

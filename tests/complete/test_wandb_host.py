@@ -25,24 +25,31 @@ import pytest
 
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_run import load_run_config
-from tests.harness.commands import warm
+from tests.harness.commands import execution
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import Settings, environment, processes_of, run, wait_until
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import (
+    Settings,
+    find_processes,
+    get_only_run,
+    make_environment,
+    run_experiment,
+    wait_until,
+)
+from tests.harness.repository import ROOT
 from tests.harness.runs import wandb_host
-from tests.harness.runs.long_runs import only_folder, train_long
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.long_runs import start_long_run
+from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.runs.tracked_runs import (
-    SECRET,
-    chosen_rows,
-    exit_code,
-    history,
-    kill_rank,
-    offline_history,
-    records,
+    API_KEY,
+    extract_metrics,
+    get_exit_code,
+    kill_tracked_rank,
+    list_expected_rows,
+    read_offline_metrics,
+    read_records,
+    read_tracking_status,
     run_tracking,
-    status,
-    track,
+    track_finished_run,
     write_failing_wandb,
 )
 
@@ -64,16 +71,16 @@ class Host:
 
     @property
     def environment(self) -> dict[str, str]:
-        account = {"HOME": str(self.folder), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": SECRET}
-        return environment(WANDB_ERROR_REPORTING="false", WANDB_MODE="offline", **account)
+        account = {"HOME": str(self.folder), "WANDB_BASE_URL": self.url, "WANDB_API_KEY": API_KEY}
+        return make_environment(WANDB_ERROR_REPORTING="false", WANDB_MODE="offline", **account)
 
     def sent(self, part: str) -> list[Any]:
         """Return the requests to addresses that contain `part`."""
-        return wandb_host.read_sent(self.record, part)
+        return wandb_host.read_requests(self.record, part)
 
     def history(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the rows of metrics that were sent, each with its position."""
-        return wandb_host.read_history(self.record)
+        return wandb_host.read_received_metrics(self.record)
 
     def sent_steps(self) -> list[int]:
         """Return the steps of all rows that were sent."""
@@ -89,7 +96,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
 
 
 def call(module: str, *arguments: str, env: dict[str, str], status: int = 0) -> Completed:
-    return warm.execute([sys.executable, "-m", module, *arguments], env=env, timeout=120, status=status)
+    return execution.execute_command([sys.executable, "-m", module, *arguments], env=env, timeout=120, status=status)
 
 
 def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
@@ -103,9 +110,9 @@ def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
 def test_every_attempt_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     idle = {"measured": {"idle_share": [0.1, 0.3]}}
-    finished = Made("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs)
+    finished = SyntheticRun("mnist_pipeline", 0, 40, attempts=2, step_seconds=0.2, result=idle).write(runs)
     tracked(finished, host.environment)
-    running = Made("ddp_multinode", 1, 20, state="running").write(runs)
+    running = SyntheticRun("ddp_multinode", 1, 20, state="running").write(runs)
     tracked(running, host.environment)
     arguments = ("sync", f"--runs-folder={runs}")
 
@@ -116,7 +123,7 @@ def test_every_attempt_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> 
     completed = call("slurm", *arguments, env=host.environment)
     assert "sent 2 of 2" in completed.stdout
     history = host.history()
-    expected = chosen_rows(finished)
+    expected = list_expected_rows(finished)
     assert len(expected) > 40
     # the second attempt continues at the position where the first one ended
     assert [position for position, _ in history] == list(range(len(expected)))
@@ -142,7 +149,7 @@ def test_every_attempt_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> 
 
 def test_without_an_account_nothing_is_sent(host: Host, tmp_path: Path) -> None:
     env = host.environment
-    tracked(Made("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
+    tracked(SyntheticRun("mnist_pipeline", 0, 10).write(tmp_path / "runs"), env)
     del env["WANDB_API_KEY"]
     for arguments in (["slurm", "sync", f"--runs-folder={tmp_path}/runs"], ["slurm", "dashboard"]):
         completed = call(*arguments, env=env, status=2)
@@ -177,7 +184,7 @@ def test_the_dashboard_is_saved(host: Host) -> None:
 
 def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    tracked(Made("mnist_pipeline", 0, 10).write(runs), host.environment)
+    tracked(SyntheticRun("mnist_pipeline", 0, 10).write(runs), host.environment)
 
     arguments = [sys.executable, "-m", "slurm", "leet", f"--runs-folder={runs}"]
     pid, screen = pty.fork()
@@ -246,19 +253,19 @@ def served(handler: type[BaseHTTPRequestHandler], *, refuses_queries: bool = Fal
 
 
 def test_a_run_that_the_host_refuses_is_tracked_offline(tmp_path: Path) -> None:
-    source = Made("mnist_pipeline", 0, 30).write(tmp_path / "runs")
+    source = SyntheticRun("mnist_pipeline", 0, 30).write(tmp_path / "runs")
     with served(AccountOnlyHandler, refuses_queries=True) as url:
-        folder, seconds = track(source, tmp_path / "tracked", url)
+        folder, seconds = track_finished_run(source, tmp_path / "tracked", url)
     assert seconds < MAX_SECONDS
-    assert status(folder)["mode"] == "offline"
-    assert "W&B could not start the run: " in status(folder)["reason"]
-    assert history(records(folder)) == chosen_rows(folder)
+    assert read_tracking_status(folder)["mode"] == "offline"
+    assert "W&B could not start the run: " in read_tracking_status(folder)["reason"]
+    assert extract_metrics(read_records(folder)) == list_expected_rows(folder)
 
 
 def test_the_wait_for_a_silent_host_ends_after_the_timeout(tmp_path: Path) -> None:
-    source = Made("mnist_pipeline", 0, 30).write(tmp_path / "runs")
+    source = SyntheticRun("mnist_pipeline", 0, 30).write(tmp_path / "runs")
     with served(AccountOnlyHandler) as url:
-        _, seconds = track(source, tmp_path / "tracked", url, finish_timeout=4)
+        _, seconds = track_finished_run(source, tmp_path / "tracked", url, finish_timeout=4)
     assert seconds < MAX_SECONDS
 
 
@@ -310,13 +317,13 @@ def test_a_run_trains_without_the_account(
     if host_name:
         env["WANDB_BASE_URL"] = hosts[host_name]
     settings = (*digits, "steps=5", "wandb.finish_timeout=200")
-    completed = run("mnist_pipeline", *settings, runs=tmp_path / "runs", timeout=250, **env)
-    output = completed.out + completed.err
+    completed = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs", timeout=250, **env)
+    output = completed.stdout + completed.stderr
     assert "Traceback" not in output, output
     assert "W&B: offline (" in output, output
     assert reason in output, output
     assert completed.folder.result["state"] == "finished"
-    assert not processes_of(str(tmp_path))
+    assert not find_processes(str(tmp_path))
     for path in completed.folder.path.rglob("*"):
         if path.is_file():
             assert KEY.encode() not in path.read_bytes(), path
@@ -326,14 +333,14 @@ def test_a_run_trains_without_the_account(
 
 
 def test_a_killed_first_stage_is_named_and_its_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_rank(0, (*digits, *LONG), tmp_path, MAX_SECONDS)
+    process, folder, pid = kill_tracked_rank(0, (*digits, *LONG), tmp_path, MAX_SECONDS)
     assert process.returncode == 128 + signal.SIGKILL
-    assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.out + process.err
+    assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.stdout + process.stderr
     assert folder.result["state"] == "failed"
     assert len(folder.read_metrics()) > 1
-    tracked_records = records(folder)
-    assert history(tracked_records) == chosen_rows(folder)
-    assert exit_code(tracked_records) == process.returncode
+    tracked_records = read_records(folder)
+    assert extract_metrics(tracked_records) == list_expected_rows(folder)
+    assert get_exit_code(tracked_records) == process.returncode
 
 
 def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
@@ -341,21 +348,21 @@ def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
 ) -> None:
     env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")}
     runs = tmp_path / "runs"
-    with train_long("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
-        folder = only_folder(runs)
+    with start_long_run("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
+        folder = get_only_run(runs)
         wait_until(lambda: len(folder.read_metrics()) > 100, "the run trains")
-        assert len(processes_of(str(runs))) >= 3  # launcher and two ranks
+        assert len(find_processes(str(runs))) >= 3  # launcher and two ranks
         process.kill()
         process.wait(MAX_SECONDS)
-        wait_until(lambda: not processes_of(str(runs)), "all processes have ended", MAX_SECONDS)
+        wait_until(lambda: not find_processes(str(runs)), "all processes have ended", MAX_SECONDS)
     assert not list(folder.path.glob("wandb/*run-*")), "W&B was started"
     preview = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
     assert "rows that W&B lacks will be read from metrics.jsonl" in preview.stdout
     assert not host.record.exists()
     completed = call("slurm", "sync", f"--runs={runs}", env=host.environment)
     assert "sent 1 of 1" in completed.stdout, completed.stdout + completed.stderr
-    assert host.sent_steps() == list_steps(chosen_rows(folder))
-    assert exit_code(records(folder)) == 1
+    assert host.sent_steps() == list_steps(list_expected_rows(folder))
+    assert get_exit_code(read_records(folder)) == 1
 
 
 def list_steps(rows: list[dict[str, Any]]) -> list[int]:
@@ -405,7 +412,7 @@ class TrackedAttempt:
 
 def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Path) -> None:
     """SIGTERM, as when a job is cancelled; then SIGKILL in the next attempt; then `make sync`."""
-    folder = Made("mnist_pipeline", 0, 60, attempts=2, step_seconds=0.2).write(tmp_path / "runs")
+    folder = SyntheticRun("mnist_pipeline", 0, 60, attempts=2, step_seconds=0.2).write(tmp_path / "runs")
     first, second = folder.list_attempts()
     # the second attempt does not exist while the first one is tracked
     second_record = second.attempt_folder / "attempt.json"
@@ -436,7 +443,7 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     tracked_second.signal(signal.SIGKILL)
     tracked_second.process.wait()
     tracked_second.write(1000)
-    expected = list_steps(chosen_rows(folder))
+    expected = list_steps(list_expected_rows(folder))
     assert host.sent_steps() != expected
     call("slurm", "sync", f"--runs={tmp_path / 'runs'}", env=host.environment)
     # steps of the first attempt that the second one replaced had been sent before
@@ -445,12 +452,14 @@ def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Pa
     positions = [position for position, _ in host.history()]
     assert positions == list(range(len(positions)))
     assert not list(folder.path.glob("wandb/offline-run-*"))
-    assert not offline_history(folder)
+    assert not read_offline_metrics(folder)
 
 
 def test_a_failing_tracker_does_not_fail_the_run(tmp_path: Path, digits: Settings) -> None:
     paths = write_failing_wandb(tmp_path)
-    completed = run("mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths)
+    completed = run_experiment(
+        "mnist_pipeline", *digits, runs=tmp_path / "runs", WANDB_MODE="offline", PYTHONPATH=paths
+    )
     assert completed.folder.result["state"] == "finished"
-    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.out
+    assert "tracking is incomplete: the tracking process failed with exit status 1, see" in completed.stdout
     assert "No space left" in (completed.folder.path / "attempts/0001/logs/tracker.log").read_text()

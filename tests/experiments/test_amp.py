@@ -20,9 +20,9 @@ from common.training import optimizers
 from configs.amp_accum import Config
 from configs.shared import Optim
 from experiments import amp_accum
-from tests.harness.commands.processes import Settings, run
+from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.parity.amp_cases import PLANTS, expected
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.ddp_cases import wrong
@@ -45,7 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[int, 
         for count, names in cases.items():
             train_cases("amp_cases", folder, cache, count, names)
 
-    folder = make_once(tmp_path_factory, "amp", train)
+    folder = create_folder_once(tmp_path_factory, "amp", train)
     return {count: torch.load(folder / f"results-{count}.pt", weights_only=True) for count in cases}
 
 
@@ -154,17 +154,17 @@ def test_invalid_settings_of_accumulation_are_refused(settings: str, message: st
 
 def test_tf32_on_a_cpu_is_reported_as_fp32(tmp_path: Path, digits: Settings) -> None:
     quick = (*digits, "model=mlp", "steps=10", "launch.device=cpu", "processes_per_node=1")
-    fp32 = run("amp_accum", *quick, "precision=fp32", runs=tmp_path / "fp32")
-    tf32 = run("amp_accum", *quick, "precision=tf32", runs=tmp_path / "tf32")
+    fp32 = run_experiment("amp_accum", *quick, "precision=fp32", runs=tmp_path / "fp32")
+    tf32 = run_experiment("amp_accum", *quick, "precision=tf32", runs=tmp_path / "tf32")
     assert tf32.losses == fp32.losses
     assert tf32.result["computed_in"] == "fp32"
-    assert "precision=tf32 needs an NVIDIA GPU" in tf32.out
-    assert "NVIDIA" not in fp32.out
+    assert "precision=tf32 needs an NVIDIA GPU" in tf32.stdout
+    assert "NVIDIA" not in fp32.stdout
 
 
 def test_the_test_loss_is_summed_in_float32(tmp_path: Path, digits: Settings) -> None:
     quick = (*digits, "model=mlp", "steps=10", "launch.device=cpu", "processes_per_node=1", "precision=bf16")
-    completed = run("amp_accum", *quick, "eval_batch=1000", runs=tmp_path)
+    completed = run_experiment("amp_accum", *quick, "eval_batch=1000", runs=tmp_path)
     total = 1000 * completed.result["test_loss"]
     assert total > 256
     assert abs(total - round(total)) > 1e-3, "a sum above 256 in bf16 is an integer"
@@ -172,9 +172,9 @@ def test_the_test_loss_is_summed_in_float32(tmp_path: Path, digits: Settings) ->
 
 def test_gradients_that_always_overflow_stop_the_run(tmp_path: Path, digits: Settings) -> None:
     quick = (*digits, "model=mlp", "steps=900", "optim.lr=100", "optim.warmup=0", "precision=fp16")
-    completed = run("amp_accum", *quick, runs=tmp_path, status=2)
-    assert "gradients overflow fp16 at every loss scale" in completed.err
-    assert "precision=bf16" in completed.err
+    completed = run_experiment("amp_accum", *quick, runs=tmp_path, status=2)
+    assert "gradients overflow fp16 at every loss scale" in completed.stderr
+    assert "precision=bf16" in completed.stderr
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -190,7 +190,9 @@ def test_images_and_filters_have_the_requested_memory_format(channels_last: bool
 
 def test_the_sweep_of_precisions_compares_costs_and_losses(tmp_path: Path, cache: Path) -> None:
     quick = ("data.name=digits", f"data.cache={cache}", "model=mlp", "data.test_limit=100", "steps=3", "repeats=1")
-    completed = run("amp_accum", *quick, "sweep=true", "accumulate=2", "launch.threads=1", runs=tmp_path, timeout=240)
+    completed = run_experiment(
+        "amp_accum", *quick, "sweep=true", "accumulate=2", "launch.threads=1", runs=tmp_path, timeout=240
+    )
     (folder,) = (tmp_path / "sweeps").iterdir()
     with open(folder / "table.csv") as file:
         rows = list(csv.DictReader(file))
@@ -205,10 +207,12 @@ def test_the_sweep_of_precisions_compares_costs_and_losses(tmp_path: Path, cache
     assert per_window > 0
     assert sent_bytes["bf16", "1", "True"] == per_window
     assert sent_bytes["fp32", "2", "False"] == 2 * per_window
-    assert "loss (vs. fp32)" in completed.out
+    assert "loss (vs. fp32)" in completed.stdout
     assert len(list(folder.glob("*.png"))) == 2
 
 
 def test_compiling_without_a_compiler_is_refused(tmp_path: Path, digits: Settings) -> None:
-    completed = run("amp_accum", *digits, "compile=true", runs=tmp_path / "runs", PATH=str(tmp_path), status=2)
-    assert "compile=true needs a C++ compiler" in completed.err
+    completed = run_experiment(
+        "amp_accum", *digits, "compile=true", runs=tmp_path / "runs", PATH=str(tmp_path), status=2
+    )
+    assert "compile=true needs a C++ compiler" in completed.stderr

@@ -29,14 +29,14 @@ from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import OPS, Config
 from experiments import collectives as script
 from slurm.launch import rerun
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run, values_of
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import read_result_values, run_experiment
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.resuming import cut_off, resume, trained_steps
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import copy_as_interrupted, list_trained_steps, resume_run
 
-COLLECTIVES = BY_NAME["collectives"]
+COLLECTIVES = ENTRY_BY_NAME["collectives"]
 BACKEND_VARIANT = CollectiveVariant({})
 VARIANTS = {
     "gloo": BACKEND_VARIANT,
@@ -174,7 +174,7 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     points = (f"ops=[{','.join(OPS)}]", "dtypes=[bfloat16,int64]", "sizes=[16]", "rounds=1")
     built_in = ("algorithms=[halving_doubling,star]", "transports=[memory]")
     quiet = ("plot=false", "launch.threads=1", "log.progress=none")
-    completed = run("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
+    completed = run_experiment("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
     measured = {(point["op"], point["side"]) for point in completed.result["points"]}
     expected = {("all_reduce", "star, memory")}
     expected |= {(op, side) for op, side in itertools.product(OPS, ("gloo", "halving_doubling, memory"))}
@@ -182,40 +182,40 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     assert measured == expected
     assert completed.result["exact_results"] == 2 * len(measured)
     warning = f"3 ranks share {count_host_cores()} cores of this host; steps will be slow"
-    assert (warning in completed.out) == (count_host_cores() < 3)
+    assert (warning in completed.stdout) == (count_host_cores() < 3)
     notice = "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
-    assert notice in completed.out
+    assert notice in completed.stdout
     sent = {point["side"]: point["bytes_sent"] for point in completed.result["points"] if point["op"] == "all_reduce"}
     assert sent["star, memory"] == [32, 16, 16], "the last type is int64"
-    assert "hold nothing" not in completed.out
-    assert "bytes sent" in completed.out
+    assert "hold nothing" not in completed.stdout
+    assert "bytes sent" in completed.stdout
 
 
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -> None:
     built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
-    completed = run("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
+    completed = run_experiment("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
     assert completed.result["exact_results"] == 20
     assert {point["side"] for point in completed.result["points"]} == {"gloo", "isend ring", "star, network"}
-    assert "transports=memory uses the network, because no two ranks are on the same host" in completed.out
+    assert "transports=memory uses the network, because no two ranks are on the same host" in completed.stdout
     assert "samples_per_second" not in completed.result
     assert 0 <= completed.result["foreign_cpu_share"] <= 1
-    assert "samples/s" not in completed.out
+    assert "samples/s" not in completed.stdout
     figures = {path.name for path in completed.folder.path.glob("*.png")}
     assert figures == {"all_reduce_float32.png", "sendrecv_float32.png"}
     assert "data" not in completed.folder.result
     assert not (completed.folder.path / "model.json").exists()
-    assert "epoch" not in completed.out
-    assert "data none" not in completed.out
+    assert "epoch" not in completed.stdout
+    assert "data none" not in completed.stdout
     for verb in ("evaluate", "export"):
-        command = in_process.run_verb(verb, "--", str(completed.folder.path), status=2)
+        command = in_process_calls.call_verb(verb, "--", str(completed.folder.path), status=2)
         assert "collectives does not train a model; use another run" in command.stderr
 
 
 def test_repeated_measurements_are_compared_by_their_exact_results(
-    finished: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: GetRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = finished(COLLECTIVES).folder
-    exact_results = values_of(first)["exact_results"]
+    exact_results = read_result_values(first)["exact_results"]
     again = RunFolder(shutil.copytree(first.path, tmp_path / first.path.name))
     assert rerun.compare_runs(first, again)
     assert capsys.readouterr().out == "result      bitwise equal: exact_results, data\n"
@@ -229,8 +229,10 @@ def test_repeated_measurements_are_compared_by_their_exact_results(
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     saving = ("checkpoint.every_steps=7", "checkpoint.every_seconds=0", "checkpoint.keep=9")
     quiet = ("algorithms=[]", "launch.threads=1", "log.progress=none")
-    uninterrupted = run("collectives", *COLLECTIVES.smallest, *saving, *quiet, runs=tmp_path / "whole").folder
-    folder = cut_off(uninterrupted, 21, tmp_path)  # within a round
+    uninterrupted = run_experiment(
+        "collectives", *COLLECTIVES.smallest_settings, *saving, *quiet, runs=tmp_path / "whole"
+    ).folder
+    folder = copy_as_interrupted(uninterrupted, 21, tmp_path)  # within a round
     before = folder.read_metrics()[:21]
     for setting, message in (
         ("sizes=[4,2K]", "sizes cannot change when a run is resumed"),
@@ -238,15 +240,15 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this run"),
     ):
         copy = RunFolder(shutil.copytree(folder.path, tmp_path / setting / folder.path.name))
-        completed = resume(COLLECTIVES, copy, setting, status=2)
+        completed = resume_run(COLLECTIVES, copy, setting, status=2)
         assert message in completed.stderr
-    completed = resume(COLLECTIVES, folder)
+    completed = resume_run(COLLECTIVES, folder)
     assert "resumed from step 21" in completed.stdout, completed.stderr
-    assert trained_steps(folder) == list(range(1, 41))
+    assert list_trained_steps(folder) == list(range(1, 41))
     assert folder.read_metrics()[:21] == before
     column = "all_reduce float32 gloo"
     times = [row[column] for row in folder.read_metrics() if row.get("bytes") == 1024 and column in row]
-    points = {(point["op"], point["bytes"], point["side"]): point for point in values_of(folder)["points"]}
+    points = {(point["op"], point["bytes"], point["side"]): point for point in read_result_values(folder)["points"]}
     point = points["all_reduce", 1024, "gloo"]
     assert len(times) == 10, "the times of all rounds"
     assert point["least"] == min(times)

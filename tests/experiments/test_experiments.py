@@ -20,38 +20,40 @@ from common.config import config
 from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
-from tests.harness.commands.processes import Done, command, environment, run
+from tests.harness.commands import execution
+from tests.harness.commands.execution import Command
+from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command, run_experiment
 from tests.harness.commands.programs import list_loaded_modules
-from tests.harness.commands.warm import ROOT, Command, execute
-from tests.harness.environment.shared_results import Make, run_once
-from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, STAGED, Entry
-from tests.harness.runs.resuming import trained_steps
+from tests.harness.environment.shared_results import GetRun, run_experiment_once
+from tests.harness.experiments.registry import ARCHETYPE_ENTRIES, ENTRIES, STAGED_ENTRY, Entry
+from tests.harness.repository import ROOT
+from tests.harness.runs.resuming import list_trained_steps
 
-every = pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
-archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
+every = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+archetype = pytest.mark.parametrize("entry", ARCHETYPE_ENTRIES, ids=lambda entry: entry.name)
 
 
 @pytest.fixture
-def repeated(finished: Make, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def repeated(finished: GetRun, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     """The finished run of an experiment, repeated from its config; archetypes with a profile."""
 
-    def make(entry: Entry) -> Done:
+    def make(entry: Entry) -> FinishedRun:
         file = finished(entry).folder.path / "config.yaml"
-        profile = 2 if entry in ARCHETYPES else 0
+        profile = 2 if entry in ARCHETYPE_ENTRIES else 0
         arguments = ("--config", str(file), f"profile={profile}")
-        return run_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *arguments)
+        return run_experiment_once(tmp_path_factory, f"repeated-{entry.name}", entry.name, *arguments)
 
     return make
 
 
 def test_the_list_is_complete() -> None:
-    assert sorted(entry.name for entry in EXPERIMENTS) == config.list_experiments()
+    assert sorted(entry.name for entry in ENTRIES) == config.list_experiments()
 
 
-def check_that_it_trains(entry: Entry, completed: Done) -> None:
+def check_that_it_trains(entry: Entry, completed: FinishedRun) -> None:
     """Check that the loss falls; for a new experiment, only that it is finite and that parameters change."""
     assert all(map(math.isfinite, completed.losses))
-    if entry.learns_at_once:
+    if entry.loss_decreases_early:
         assert completed.losses[-1] < completed.losses[0]
         return
     *_, previous, newest = storage.list_checkpoints(completed.folder.list_attempts()[0])
@@ -62,23 +64,23 @@ def check_that_it_trains(entry: Entry, completed: Done) -> None:
 
 
 @every
-def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: Make) -> None:
+def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, finished: GetRun) -> None:
     completed = finished(entry)
     folder = completed.folder
     assert folder.path.name.startswith(entry.name + "-")
     result = completed.result
     assert result["state"] == "finished"
     assert result["exit_status"] == 0
-    assert set(entry.produces) <= result.keys()
+    assert set(entry.result_keys) <= result.keys()
     meta = read_json(folder.path / "meta.json")
-    assert meta["data"]["name"] == ("digits" if entry.trains else "none")
+    assert meta["data"]["name"] == ("digits" if entry.trains_model else "none")
     assert meta["packages"]["torch"]
     assert meta["world"]["processes"] == entry.processes == len(meta["world"]["hosts"])
     assert meta["history"][0]["state"] == "finished"
     assert meta["history"][0]["end"]
     rows = folder.read_metrics()
-    assert trained_steps(folder) == list(range(1, 41))
-    if entry.trains:
+    assert list_trained_steps(folder) == list(range(1, 41))
+    if entry.trains_model:
         assert result["data"] == "digits"
         assert result["test_samples"] == rows[-1]["test_samples"] == 333
         assert len(completed.losses) == 40
@@ -89,7 +91,7 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
 
 
 @every
-def test_the_run_folder_contains_the_source_code(entry: Entry, finished: Make) -> None:
+def test_the_run_folder_contains_the_source_code(entry: Entry, finished: GetRun) -> None:
     code = finished(entry).folder.path / "code"
     script = Path("experiments") / f"{entry.name}.py"
     assert (code / script).read_text() == (ROOT / script).read_text()
@@ -98,22 +100,22 @@ def test_the_run_folder_contains_the_source_code(entry: Entry, finished: Make) -
 
 
 @every
-def test_the_output_contains_scores_and_paths(entry: Entry, finished: Make) -> None:
+def test_the_output_contains_scores_and_paths(entry: Entry, finished: GetRun) -> None:
     completed = finished(entry)
-    scores = ("data digits", "test accuracy", "samples/s") if entry.trains else ()
+    scores = ("data digits", "test accuracy", "samples/s") if entry.trains_model else ()
     for part in (*scores, str(completed.folder.path), "make rerun"):
-        assert part in completed.out
-    assert not completed.err
-    rows = dict(line.split(maxsplit=1) for line in completed.out.splitlines() if line.startswith("  re"))
+        assert part in completed.stdout
+    assert not completed.stderr
+    rows = dict(line.split(maxsplit=1) for line in completed.stdout.splitlines() if line.startswith("  re"))
     assert rows["result"] == str(completed.folder.path / "result.json")
     assert shlex.split(rows["repeat"]) == ["make", "rerun", f"RUN={completed.folder.path}"]
 
 
 @every
-def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: Make, repeated: Make) -> None:
+def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: GetRun, repeated: GetRun) -> None:
     first = finished(entry)
     second = repeated(entry)
-    assert trained_steps(first.folder) == trained_steps(second.folder)
+    assert list_trained_steps(first.folder) == list_trained_steps(second.folder)
     assert first.losses == second.losses
     repeatable = parse_result(first.folder.result).select_repeatable()
     assert parse_result(second.folder.result).select_repeatable() == repeatable
@@ -121,33 +123,35 @@ def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: 
 
 
 @archetype
-def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: Make) -> None:
+def test_profile_writes_a_trace_per_rank(entry: Entry, repeated: GetRun) -> None:
     completed = repeated(entry)
     for rank in range(entry.processes):
         trace = read_json(completed.folder.list_attempts()[0].attempt_folder / f"trace-{rank}.json")
         assert trace["traceEvents"]
-    assert "Self CPU" in completed.out
-    assert "# of Calls" in completed.out
+    assert "Self CPU" in completed.stdout
+    assert "# of Calls" in completed.stdout
 
 
 @archetype
 def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_only(
-    entry: Entry, finished: Make, tmp_path: Path
+    entry: Entry, finished: GetRun, tmp_path: Path
 ) -> None:
     file = finished(entry).folder.path / "config.yaml"
-    other = run(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
+    other = run_experiment(entry.name, "--config", str(file), "seed=1", "log.level=error", runs=tmp_path)
     assert len(other.losses) == 40
     assert other.losses != finished(entry).losses
-    assert "test accuracy" not in other.out
+    assert "test accuracy" not in other.stdout
     assert "test accuracy" in other.folder.list_attempts()[0].log_file(0).read_text()
 
 
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
-    arguments = command(STAGED.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path)
-    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED.smallest]
+    arguments = make_run_command(
+        STAGED_ENTRY.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path
+    )
+    arguments += ["steps=100", "log.seconds=0.05", "eval_batch=1", *STAGED_ENTRY.smallest_settings]
     on_terminal = ["script", "-qec", shlex.join(arguments), "/dev/null"]
-    env = environment(TERM="xterm", COLUMNS="120")
-    completed = execute(on_terminal, env=env, real=True, status=0)
+    env = make_environment(TERM="xterm", COLUMNS="120")
+    completed = execution.execute_command(on_terminal, env=env, real_process=True, status=0)
     assert "100/100" in completed.stdout
     assert "━" in completed.stdout
     assert re.search("evaluation .*/300", completed.stdout)
@@ -155,13 +159,15 @@ def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
 
 def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
     for option in ("--help", "--print-config"):
-        completed = run(STAGED.name, option, runs=tmp_path / "runs")
-        assert "batch" in completed.out
+        completed = run_experiment(STAGED_ENTRY.name, option, runs=tmp_path / "runs")
+        assert "batch" in completed.stdout
     assert not (tmp_path / "runs").exists()
 
 
 def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) -> None:
-    process = Command(command(STAGED.name, "--help", runs=tmp_path), env=environment(), real=True)
+    process = Command(
+        make_run_command(STAGED_ENTRY.name, "--help", runs=tmp_path), env=make_environment(), real_process=True
+    )
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         assert process.poll() is None
         time.sleep(0.005)
@@ -193,7 +199,7 @@ def test_every_script_imports_common_first_and_only_calls_start(entry: Entry) ->
 
 
 @pytest.mark.parametrize(
-    "name", [entry.name for entry in EXPERIMENTS if issubclass(config.import_schema(entry.name), Replicated)]
+    "name", [entry.name for entry in ENTRIES if issubclass(config.import_schema(entry.name), Replicated)]
 )
 def test_the_mains_of_data_parallel_scripts_differ_in_their_technique_only(name: str) -> None:
     first, second = (read_main(script).splitlines() for script in ("ddp_multinode", name))

@@ -8,15 +8,16 @@ from pathlib import Path
 from common.config import config
 from common.runs.folder import RunFolder
 from configs.mnist_pipeline import Config
-from tests.harness.commands import in_process, warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.processes import make_environment
 
 
 def test_values_that_a_run_chooses_are_stored_beside_the_config(tmp_path: Path, cache: Path) -> None:
     quick = ("steps=3", "data.test_limit=100", f"data.cache={cache}", f"runs={tmp_path / 'runs'}", "launch.threads=1")
     automatic = ("balance=time", "launch.backend=builtin", "launch.algorithm=auto", "data.download_timeout=0")
     argv = [sys.executable, "-m", "tests.harness.runs.final_config", *quick, *automatic]
-    completed = warm.execute(argv, env=environment(DATA_ROOT=str(tmp_path)), timeout=120, status=0)  # without MNIST
+    env = make_environment(DATA_ROOT=str(tmp_path))  # without MNIST
+    completed = execution.execute_command(argv, env=env, timeout=120, status=0)
     assert "config unchanged on all ranks: [True, True]" in completed.stdout
 
     (path,) = (tmp_path / "runs").iterdir()
@@ -30,5 +31,5 @@ def test_values_that_a_run_chooses_are_stored_beside_the_config(tmp_path: Path, 
         cfg = config.load_config(Config, [option], {})
         assert [cfg.data.name, cfg.launch.algorithm, cfg.pipeline.split] == list(resolved.values())
         assert config.find_changes(path, cfg) == {}
-    compared = in_process.run_verb("compare", "--where=data.name=digits launch.algorithm!=auto", cwd=tmp_path)
+    compared = in_process_calls.call_verb("compare", "--where=data.name=digits launch.algorithm!=auto", cwd=tmp_path)
     assert "finished" in compared.stdout, compared.stderr

@@ -15,11 +15,11 @@ from common.models import networks
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.local_sgd import Config
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import Done, Settings
-from tests.harness.environment.shared_results import run_once
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.resuming import cut_off, resume
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import FinishedRun, Settings
+from tests.harness.environment.shared_results import run_experiment_once
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import copy_as_interrupted, resume_run
 
 STEPS = 30
 EVERY = 8
@@ -30,21 +30,21 @@ MLP_BYTES = 4 * sum(parameter.numel() for parameter in MLP.parameters())
 
 
 @pytest.fixture
-def trained(quick: Settings, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def trained(quick: Settings, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """A run with checkpoints at exchanges and between them."""
     settings = ("model=mlp", f"every={EVERY}", f"start={START}", "momentum_of=averaged")
-    return run_once(tmp_path_factory, "local", "local_sgd", *quick, *settings)
+    return run_experiment_once(tmp_path_factory, "local", "local_sgd", *quick, *settings)
 
 
-def test_exchanges_and_bytes_are_counted(trained: Done) -> None:
+def test_exchanges_and_bytes_are_counted(trained: FinishedRun) -> None:
     """Steps 13, 21 and 29 end a round, and 30 the run; each exchange has parameters and momentum."""
     assert trained.result["exchanges"] == 4
     assert trained.result["bytes_sent"] == MLP_BYTES * (START + 2 * 4)
-    assert "4 in 30 steps" in trained.out
-    assert "after every 8 steps after 5 synchronous steps" in trained.out
+    assert "4 in 30 steps" in trained.stdout
+    assert "after every 8 steps after 5 synchronous steps" in trained.stdout
 
 
-def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trained: Done) -> None:
+def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trained: FinishedRun) -> None:
     checkpoints = storage.list_checkpoints(trained.folder.list_attempts()[0])
     exchange_steps = {*range(1, START + 1), *range(START, STEPS, EVERY), STEPS}
     saved_steps = {checkpoint.step for checkpoint in checkpoints}
@@ -61,34 +61,34 @@ def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trai
         assert not second["model"]
 
 
-def test_a_resume_with_other_ranks_or_another_start_is_refused(trained: Done, tmp_path: Path) -> None:
-    folder = cut_off(trained.folder, 15, tmp_path)
-    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", status=2)
+def test_a_resume_with_other_ranks_or_another_start_is_refused(trained: FinishedRun, tmp_path: Path) -> None:
+    folder = copy_as_interrupted(trained.folder, 15, tmp_path)
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "processes_per_node=1", status=2)
     assert SEPARATE_MODELS in completed.stderr
     for completed in (
-        in_process.run_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5", status=2),
-        resume(BY_NAME["local_sgd"], folder, "launch.nodes=5", status=2),
+        in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5", status=2),
+        resume_run(ENTRY_BY_NAME["local_sgd"], folder, "launch.nodes=5", status=2),
     ):  # the message does not advise another batch, although five ranks cannot divide it
         assert SEPARATE_MODELS.replace("has 1", "has 5") in completed.stderr
-    completed = resume(BY_NAME["local_sgd"], folder, "start=20", status=2)
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "start=20", status=2)
     assert "start cannot change when a run is resumed: it was 5" in completed.stderr
 
 
-def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Done, tmp_path: Path) -> None:
+def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: FinishedRun, tmp_path: Path) -> None:
     folder = RunFolder(Path(shutil.copytree(trained.folder.path, tmp_path / trained.folder.path.name)))
     attempts = len(folder.list_attempts())
     result = folder.result
-    completed = resume(BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}", status=2)
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}", status=2)
     assert SEPARATE_MODELS in completed.stderr
 
     newest = storage.list_resumable_checkpoints(folder)[0]
     file = newest.path / "rank-1.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
     assert f"its last step ({STEPS}) is invalid: rank-1.pt does not match its checksum; restore" in completed.stderr
     shutil.rmtree(newest.path)
-    completed = resume(BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
     assert f"its last step ({STEPS}) is missing; start a new run" in completed.stderr
 
     assert len(folder.list_attempts()) == attempts, "a refused attempt was opened"

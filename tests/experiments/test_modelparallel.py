@@ -29,7 +29,7 @@ from configs.resnet_modelparallel import Config
 from configs.sweeps import Average
 from configs.sweeps.resnet_modelparallel import list_points, plot_times
 from experiments import resnet_modelparallel
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 
 NAME = "resnet_modelparallel"
@@ -40,8 +40,8 @@ def load_settings(*settings: str) -> Config:
     return config.load_config(Config, settings, environ={})
 
 
-def train(tmp_path: Path, *settings: str) -> Done:
-    completed = run(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *settings, runs=tmp_path / "runs")
+def train(tmp_path: Path, *settings: str) -> FinishedRun:
+    completed = run_experiment(NAME, *SMALL, f"data.cache={tmp_path / 'cache'}", *settings, runs=tmp_path / "runs")
     return completed
 
 
@@ -149,9 +149,9 @@ def test_settings_that_do_not_fit_the_model_or_the_machine_are_refused(tmp_path:
     }
     for settings, message in cases.items():
         quick = (*SMALL, f"data.cache={tmp_path / 'cache'}", *settings.split())
-        completed = run(NAME, *quick, runs=tmp_path / "runs", status=2)
-        assert message in completed.err
-        assert completed.err.count("\n") <= 2, completed.err
+        completed = run_experiment(NAME, *quick, runs=tmp_path / "runs", status=2)
+        assert message in completed.stderr
+        assert completed.stderr.count("\n") <= 2, completed.stderr
 
 
 # ---- the smallest example: two layers, mean squared difference from random targets
@@ -182,7 +182,7 @@ def test_the_loss_of_the_toy_is_the_squared_distance_from_random_targets() -> No
 # ---- where the model is split
 
 
-def list_first_layers(completed: Done) -> list[str]:
+def list_first_layers(completed: FinishedRun) -> list[str]:
     return [names[0] for names in completed.result["stages"]]
 
 
@@ -207,7 +207,7 @@ def test_the_split_is_measured_once_and_stored_beside_the_config(tmp_path: Path)
     assert stored_lines in text
     file.write_text(text.replace(stored_lines, "- relu\n- pool\n"))  # no measurement chooses these layers
     config_file = first.folder.path / "config.yaml"
-    repeated = run(NAME, "--config", str(config_file), runs=tmp_path / "again")
+    repeated = run_experiment(NAME, "--config", str(config_file), runs=tmp_path / "again")
     assert list_first_layers(repeated) == ["conv1", "relu", "pool"]
     assert repeated.losses == first.losses, "losses do not depend on the split"
 
@@ -238,7 +238,7 @@ def test_a_resume_with_other_settings_leaves_the_config_unchanged(tmp_path: Path
     texts = [file.read_text() for file in files]
     folder = first.folder.path
     (folder / "result.json").unlink()
-    run(NAME, "--resume", str(folder), "stages=3", "split=[]", runs=folder.parent)
+    run_experiment(NAME, "--resume", str(folder), "stages=3", "split=[]", runs=folder.parent)
     assert len(first.result["stages"]) == 3, "the result is that of the resumed run"
     assert [file.read_text() for file in files] == texts
 
@@ -355,7 +355,7 @@ def test_the_report_contains_idle_time_and_memory_and_draws_a_step(tmp_path: Pat
     assert min(result["memory"].values()) > 50 * 2**20
 
     plot = completed.folder.path / "timeline.png"
-    assert re.search(rf"^  timeline +{plot.as_uri()}$", completed.out, re.MULTILINE), completed.out
+    assert re.search(rf"^  timeline +{plot.as_uri()}$", completed.stdout, re.MULTILINE), completed.stdout
     title = "one step of resnet18, pipelined, batch 16, 2 ranks: gpipe (built-in engine), 2 stages, 4 microbatches"
     assert Image.open(plot).info["Title"] == title
 
@@ -383,7 +383,7 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
 
 def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.cache={tmp_path / 'cache'}", "sweep=true", "repeats=1", "split_sizes=[4,8]")
-    completed = run(NAME, *settings, runs=tmp_path / "runs", timeout=240)
+    completed = run_experiment(NAME, *settings, runs=tmp_path / "runs", timeout=240)
     (folder,) = (tmp_path / "runs/sweeps").iterdir()
     with open(folder / "table.csv") as file:
         rows = list(csv.DictReader(file))
@@ -394,10 +394,10 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
 
     plot = folder / "split_size.png"
     assert plot.read_bytes()[:4] == b"\x89PNG"
-    assert plot.as_uri() in completed.out
+    assert plot.as_uri() in completed.stdout
     assert len(read_json(folder / "sweep.json")["cells"]) == 4
     assert len(list((tmp_path / "runs").glob(f"{NAME}*"))) == 4
-    printed = re.findall(r"^ *(naive|pipelined) +(\d+) ", completed.out, re.MULTILINE)
+    printed = re.findall(r"^ *(naive|pipelined) +(\d+) ", completed.stdout, re.MULTILINE)
     assert printed == [("naive", "16"), ("pipelined", "4"), ("pipelined", "8")]
 
 

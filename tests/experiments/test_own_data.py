@@ -6,17 +6,19 @@ import shutil
 from pathlib import Path
 
 from common.runs.folder import read_json
-from tests.harness.commands import in_process
-from tests.harness.commands.processes import run
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import run_experiment
 from tests.harness.custom_code.examples import write_example
-from tests.harness.experiments.registry import REPLICATED
-from tests.harness.runs.resuming import resume
+from tests.harness.experiments.registry import REPLICATED_ENTRY
+from tests.harness.runs.resuming import resume_run
 
 
 def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path: Path) -> None:
     file = write_example(tmp_path)
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
-    completed = run(REPLICATED.name, *settings, *REPLICATED.smallest, runs=tmp_path / "runs")
+    completed = run_experiment(
+        REPLICATED_ENTRY.name, *settings, *REPLICATED_ENTRY.smallest_settings, runs=tmp_path / "runs"
+    )
     folder = completed.folder
     assert completed.result["data"] == f"{file}:load"
     assert completed.result["test_accuracy"] > 0.9
@@ -25,13 +27,15 @@ def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path:
     assert facts["shape"] == [12, 12]
     assert completed.result["test_samples"] == 500
     assert (folder.path / "code/own/data.py").read_text() == file.read_text()
-    evaluation = in_process.run_verb("evaluate", "--", str(folder.path))
+    evaluation = in_process_calls.call_verb("evaluate", "--", str(folder.path))
     assert "recorded by the run: " in evaluation.stdout, evaluation.stdout + evaluation.stderr
     file.write_text("another file by now")
     shutil.rmtree(tmp_path / "sets")
-    resumed = resume(REPLICATED, folder, "steps=70")
+    resumed = resume_run(REPLICATED_ENTRY, folder, "steps=70")
     assert "extending the run after step 60" in resumed.stdout, resumed.stderr
     assert "different data" not in resumed.stderr
     assert len(folder.read_metrics()) == 72
-    evaluation = in_process.run_verb("evaluate", f"--args=data.name={file}:load", "--", str(folder.path), status=2)
+    evaluation = in_process_calls.call_verb(
+        "evaluate", f"--args=data.name={file}:load", "--", str(folder.path), status=2
+    )
     assert f"{file}:1: SyntaxError" in evaluation.stderr, "an explicit setting uses the named file"

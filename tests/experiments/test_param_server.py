@@ -23,11 +23,11 @@ from common.runs.folder import MODEL_FILE, RunFolder, read_json
 from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
-from tests.harness.commands.processes import Done, Settings, run
-from tests.harness.elastic.runs import list_changes, train_alone, train_like
-from tests.harness.environment.shared_results import run_once
-from tests.harness.experiments.registry import BY_NAME
-from tests.harness.runs.resuming import cut_off, resume, trained_steps
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
+from tests.harness.elastic.faulty_runs import list_world_changes, train_and_compare, train_on_one_rank
+from tests.harness.environment.shared_results import run_experiment_once
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import copy_as_interrupted, list_trained_steps, resume_run
 
 WORKERS = 3
 SERVERS = 2
@@ -38,10 +38,10 @@ Logs = list[list[dict[str, Any]]]
 
 
 @pytest.fixture
-def recorded(quick: Settings, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def recorded(quick: Settings, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An asynchronous run whose servers recorded their events."""
     settings = ("mode=async", "model=mlp", "record=true", "compare=true")
-    return run_once(tmp_path_factory, "async", "param_server", *quick, *SPREAD, *settings)
+    return run_experiment_once(tmp_path_factory, "async", "param_server", *quick, *SPREAD, *settings)
 
 
 def read_logs(folder: RunFolder, attempt: int = 0) -> Logs:
@@ -92,7 +92,7 @@ def flatten_mlp(state: dict[str, Tensor]) -> Tensor:
     return torch.cat([state[name].flatten() for name, _ in network.named_parameters()])
 
 
-def test_recorded_pushes_are_replayed_to_the_bit(recorded: Done) -> None:
+def test_recorded_pushes_are_replayed_to_the_bit(recorded: FinishedRun) -> None:
     folder = recorded.folder
     logs = read_logs(folder)
     for log in logs:
@@ -102,7 +102,7 @@ def test_recorded_pushes_are_replayed_to_the_bit(recorded: Done) -> None:
     assert torch.equal(replay_run(folder, logs), flatten_mlp(load_file(folder.path / MODEL_FILE)))
 
 
-def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Done) -> None:
+def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: FinishedRun) -> None:
     folder = recorded.folder
     count = WORKERS * SAVED_STEP
     logs_until_save = Logs()
@@ -118,11 +118,11 @@ def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Done) -
     assert torch.equal(replay_run(folder, logs_until_save), flatten_mlp(saved))
 
 
-def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: Done, tmp_path: Path) -> None:
-    folder = cut_off(recorded.folder, SAVED_STEP, tmp_path)
-    completed = resume(BY_NAME["param_server"], folder)
+def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun, tmp_path: Path) -> None:
+    folder = copy_as_interrupted(recorded.folder, SAVED_STEP, tmp_path)
+    completed = resume_run(ENTRY_BY_NAME["param_server"], folder)
     assert f"resumed from step {SAVED_STEP}" in completed.stdout
-    assert trained_steps(folder) == list(range(1, STEPS + 1))
+    assert list_trained_steps(folder) == list(range(1, STEPS + 1))
     for log in read_logs(folder, attempt=1):
         assert sorted(list_tickets(log)) == list(range(WORKERS * SAVED_STEP, WORKERS * STEPS))
     assert folder.result["measured"]["pushes"] == [WORKERS * (STEPS - SAVED_STEP)] * SERVERS
@@ -131,14 +131,14 @@ def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: Done, tmp_pa
 @pytest.mark.parametrize("bound", [0, 1])
 def test_the_staleness_stays_within_its_bound(bound: int, quick: Settings, tmp_path: Path) -> None:
     settings = ("mode=bounded", f"staleness={bound}", "model=mlp", "plot=false")
-    completed = run("param_server", *quick, *SPREAD, *settings, runs=tmp_path)
+    completed = run_experiment("param_server", *quick, *SPREAD, *settings, runs=tmp_path)
     assert completed.result["staleness_most"] <= bound
     assert completed.result["pushes"] == [WORKERS * STEPS] * SERVERS
     for row in completed.folder.read_metrics():
         assert row.get("staleness", 0) <= bound
 
 
-def test_the_report_contains_pushes_bytes_and_staleness(recorded: Done) -> None:
+def test_the_report_contains_pushes_bytes_and_staleness(recorded: FinishedRun) -> None:
     network = networks.build_network("mlp", (28, 28), 10)
     size = sum(parameter.numel() for parameter in network.parameters())
     shard_sizes = [size // 2, size - size // 2]
@@ -148,10 +148,10 @@ def test_the_report_contains_pushes_bytes_and_staleness(recorded: Done) -> None:
     assert result["bytes_sent_by_servers"] == expected_bytes
     assert sum(result["staleness_counts"].values()) == SERVERS * WORKERS * STEPS
     assert sum(result["pushes"]) == SERVERS * WORKERS * STEPS
-    assert "3 workers, 2 servers" in recorded.out
-    assert "90 gradients" in recorded.out
+    assert "3 workers, 2 servers" in recorded.stdout
+    assert "90 gradients" in recorded.stdout
     assert (recorded.folder.path / "staleness.png").exists()
-    assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.out
+    assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.stdout
 
 
 def test_losses_equal_those_of_one_process_after_a_worker_is_killed(
@@ -159,7 +159,7 @@ def test_losses_equal_those_of_one_process_after_a_worker_is_killed(
 ) -> None:
     settings = (f"data.cache={cache}", "plot=false")
     elastic = (*SPREAD, "elastic=true", "elastic.rejoin=0")
-    single = train_alone(tmp_path_factory, *settings, name="param_server")
+    single = train_on_one_rank(tmp_path_factory, *settings, name="param_server")
     runs = tmp_path / "runs"
-    folder = train_like(single, "push:2:7:kill", *settings, *elastic, runs=runs, name="param_server")
-    assert list_changes(folder) == [([2], [])]
+    folder = train_and_compare(single, "push:2:7:kill", *settings, *elastic, runs=runs, name="param_server")
+    assert list_world_changes(folder) == [([2], [])]

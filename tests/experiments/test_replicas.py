@@ -24,7 +24,7 @@ from common.system.errors import UserError
 from common.techniques.pipeline.mesh import create_mesh_groups
 from configs.resnet_modelparallel import Config
 from configs.shared import Data
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.environment.prepared_images import load_train_test
 
@@ -119,16 +119,16 @@ def test_a_model_too_large_for_one_process_trains_in_two(tmp_path: Path) -> None
     """11 million parameters with gradients and Adam state take 180 MB, and a step needs more; half of them fit."""
     small = ("data.name=generated", "data.samples=50", "data.image_size=16", "batch=4", "steps=1", "plot=false")
     tight = (f"data.cache={tmp_path}", "optim.name=adam", "balance=parameters", "memory_cap=210", "launch.threads=1")
-    single = run("resnet_modelparallel", *small, *tight, "mode=single", runs=tmp_path / "one", status=2)
+    single = run_experiment("resnet_modelparallel", *small, *tight, "mode=single", runs=tmp_path / "one", status=2)
     assert single.folder.result["cause"] == "out_of_memory"
-    (message,) = [line for line in single.err.splitlines() if "error" in line]
+    (message,) = [line for line in single.stderr.splitlines() if "error" in line]
     for part in ("memory_cap=210", "does not fit into 210 MB", "stages="):
         assert part in message
 
-    split = run("resnet_modelparallel", *small, *tight, "mode=pipelined", "stages=2", runs=tmp_path / "two")
+    split = run_experiment("resnet_modelparallel", *small, *tight, "mode=pipelined", "stages=2", runs=tmp_path / "two")
     assert len(split.losses) == 1
     assert 0.4 * 180e6 < split.result["training_bytes"] < 210e6
     assert min(split.result["memory"].values()) > 210e6
     number = r"rank 0: [\d.]+ MB  rank 1: [\d.]+ MB  of "
-    assert re.search(rf"peak memory +{number}the whole process, libraries included", split.out), split.out
-    assert re.search(rf"training memory +{number}writable .*; the limit is memory_cap=210", split.out), split.out
+    assert re.search(rf"peak memory +{number}the whole process, libraries included", split.stdout), split.stdout
+    assert re.search(rf"training memory +{number}writable .*; the limit is memory_cap=210", split.stdout), split.stdout

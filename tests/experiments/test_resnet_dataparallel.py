@@ -25,7 +25,7 @@ from common.techniques.data_parallel import device_report, single_process_baseli
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
-from tests.harness.commands.processes import Done, Settings, run
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.dataparallel_cases import train_run
@@ -63,11 +63,11 @@ def test_every_strategy_equals_one_process(cache: Path, tmp_path: Path) -> None:
         assert trained["state"].keys() == expected["state"].keys()
 
 
-def check_that_data_parallel_was_not_used(completed: Done) -> None:
+def check_that_data_parallel_was_not_used(completed: FinishedRun) -> None:
     """Check that a run of data_parallel on a single device says that it used the model unchanged."""
-    assert "runs the model unchanged, like strategy=single" in completed.out
-    assert "use strategy=ddp" in completed.out
-    assert "speedup" not in completed.out
+    assert "runs the model unchanged, like strategy=single" in completed.stdout
+    assert "use strategy=ddp" in completed.stdout
+    assert "speedup" not in completed.stdout
     result = completed.result
     assert result["devices"] == 1
     assert "efficiency" not in result
@@ -113,8 +113,8 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it
     digits: Settings, tmp_path: Path
 ) -> None:
     settings = ("compare=false", "loss_every=10", "data.train_limit=240", "epochs=2", "steps=25", "profile=4")
-    completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
-    printed = [float(number) for number in re.findall(r"running loss (\d+\.\d+)", completed.out)]
+    completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
+    printed = [float(number) for number in re.findall(r"running loss (\d+\.\d+)", completed.stdout)]
     expected = [fmean(completed.losses[:10]), fmean(completed.losses[15:20])]  # an epoch has 15 steps
     assert printed == pytest.approx(expected, abs=6e-4)
 
@@ -130,7 +130,7 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it
 
 
 def test_the_compared_strategies_take_turns_and_are_drawn(digits: Settings, tmp_path: Path) -> None:
-    completed = run("resnet_dataparallel", *digits, *SMALL, "launch.device=cpu", "steps=15", runs=tmp_path)
+    completed = run_experiment("resnet_dataparallel", *digits, *SMALL, "launch.device=cpu", "steps=15", runs=tmp_path)
     result = completed.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
     for rates in result["compare"].values():
@@ -139,14 +139,14 @@ def test_the_compared_strategies_take_turns_and_are_drawn(digits: Settings, tmp_
     expected = ["comparing the strategies in alternating rounds; with compare=false, a run ends here"]
     for number in (1, 2, 3):
         expected += [f"comparison, round {number} of 3: {name}" for name in result["compare"]]
-    printed = [line for line in completed.out.splitlines() if line.startswith(("comparison, ", "comparing the "))]
+    printed = [line for line in completed.stdout.splitlines() if line.startswith(("comparison, ", "comparing the "))]
     assert printed == expected
     speedup = fmean(result["compare"]["ddp"]) / fmean(result["compare"]["single, 1 thread"])
     assert result["efficiency"] == pytest.approx(speedup / 2)
-    assert "GPUs found: 0; DataParallel runs the model unchanged" in completed.out
+    assert "GPUs found: 0; DataParallel runs the model unchanged" in completed.stdout
     figure = completed.folder.path / "compare.png"
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert figure.as_uri() in completed.out
+    assert figure.as_uri() in completed.stdout
     assert len(result["memory"]) == 2
     assert min(result["memory"].values()) > 50e6
     assert result["imbalance"]["memory"] >= 0
@@ -165,23 +165,25 @@ def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_pa
         save_images(tmp_path / "val" / colour, colour, 2)
     images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
     settings = ("launch.device=cpu", "batch=64", "epochs=2")
-    completed = run("resnet_dataparallel", *images, *SMALL, *settings, runs=tmp_path / "runs")
+    completed = run_experiment("resnet_dataparallel", *images, *SMALL, *settings, runs=tmp_path / "runs")
     assert completed.result["state"] == "finished"
     assert completed.result["compare"] == {}
     assert len(completed.losses) == 2
     assert completed.result["last_batch"] == [10, 10]
-    assert re.search(r"comparison +skipped: the training set has 20 samples, fewer than one batch of 64", completed.out)
+    assert re.search(
+        r"comparison +skipped: the training set has 20 samples, fewer than one batch of 64", completed.stdout
+    )
 
 
 def test_a_sweep_runs_each_strategy(digits: Settings, tmp_path: Path) -> None:
     settings = ("launch.device=cpu", "sweep=true", "repeats=1", "steps=15")
-    completed = run("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
+    completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
     (folder,) = (tmp_path / "sweeps").iterdir()
     cells = read_json(folder / "sweep.json")["cells"]
     assert [cell["values"]["strategy"] for cell in cells] == ["single", "ddp"]
     assert (folder / "strategies.png").read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"single  [\d,]+ samples/s, 1 run\n", completed.out)
-    assert "data_parallel  " in completed.out
+    assert re.search(r"single  [\d,]+ samples/s, 1 run\n", completed.stdout)
+    assert "data_parallel  " in completed.stdout
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from configs.sparse_prune import CRITERIA, Config
 from configs.sweeps.sparse_prune import GRID, describe_csr_speed
 from experiments import sparse_prune
 from slurm.launch import sweep_file
-from tests.harness.commands.processes import Done, Settings, run
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 
 # a run takes half a second; begin=0.1 and end=0.6 are steps 1 and 7 of 12
@@ -309,13 +309,13 @@ def load_model(checkpoint: storage.CheckpointPath) -> dict[str, Tensor]:
     return model
 
 
-def find_newest_checkpoint(completed: Done) -> storage.CheckpointPath:
+def find_newest_checkpoint(completed: FinishedRun) -> storage.CheckpointPath:
     attempts = completed.folder.list_attempts()
     checkpoints = storage.list_checkpoints(attempts[-1])
     return checkpoints[-1]
 
 
-def load_models(completed: Done) -> dict[int, dict[str, Tensor]]:
+def load_models(completed: FinishedRun) -> dict[int, dict[str, Tensor]]:
     """Return the model of each checkpoint, by step."""
     (attempt,) = completed.folder.list_attempts()
     return {checkpoint.step: load_model(checkpoint) for checkpoint in storage.list_checkpoints(attempt)}
@@ -332,11 +332,11 @@ def check_no_unit_is_pruned_in_part(model: dict[str, Tensor]) -> None:
         assert (is_kept | is_pruned).all()
 
 
-def resume(killed: Done, *settings: str) -> Done:
+def resume(killed: FinishedRun, *settings: str) -> FinishedRun:
     """Resume a run as if it had been killed."""
     folder = killed.folder.path
     (folder / "result.json").unlink()
-    resumed = run("sparse_prune", "--resume", str(folder), *settings, runs=folder.parent)
+    resumed = run_experiment("sparse_prune", "--resume", str(folder), *settings, runs=folder.parent)
     return resumed
 
 
@@ -351,7 +351,7 @@ def check_pruned_weights_are_zero(model: dict[str, Tensor], step: int) -> None:
 )
 def test_pruned_weights_stay_zero_to_the_bit(settings: Settings, digits: Settings, tmp_path: Path) -> None:
     settings = (*digits, *SAVING, "processes_per_node=2", *settings)
-    completed = run("sparse_prune", *settings, runs=tmp_path)
+    completed = run_experiment("sparse_prune", *settings, runs=tmp_path)
     sparsities = []
     for step, model in load_models(completed).items():
         check_pruned_weights_are_zero(model, step)
@@ -378,7 +378,7 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
 ) -> None:
     is_structured = settings[0] == "scope=structured"
     settings = (*digits, *SAVING, "sparsity=0.9", *settings)
-    first = run("sparse_prune", *settings, runs=tmp_path)
+    first = run_experiment("sparse_prune", *settings, runs=tmp_path)
     last_step = max(load_models(first))
     (first_attempt,) = first.folder.list_attempts()
     for checkpoint in storage.list_checkpoints(first_attempt):
@@ -406,7 +406,7 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
 
 
 def test_a_resume_with_a_lower_sparsity_restores_no_weight(digits: Settings, tmp_path: Path) -> None:
-    first = run("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
+    first = run_experiment("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
     before = load_models(first)[6]
     resumed = resume(first, "steps=16", "sparsity=0.5")
     newest = find_newest_checkpoint(resumed)
@@ -421,7 +421,7 @@ def test_a_resume_with_a_lower_sparsity_restores_no_weight(digits: Settings, tmp
 
 def test_two_of_four_holds_after_fine_tuning(digits: Settings, tmp_path: Path) -> None:
     settings = ("model=lenet5", "scope=n:m", "sparsity=0.5", "steps=6", "batch=8")
-    completed = run("sparse_prune", *digits, *SAVING, *settings, runs=tmp_path)
+    completed = run_experiment("sparse_prune", *digits, *SAVING, *settings, runs=tmp_path)
     for step, model in load_models(completed).items():
         for name in ("conv1", "conv2", "fc1", "fc2"):
             rows = model[f"{name}.weight"].flatten(1)
@@ -449,7 +449,7 @@ def test_stronger_l1_makes_more_zeros_without_masks(digits: Settings, tmp_path: 
     counts = []
     for l1 in (0, 0.01, 0.1):
         settings = (*digits, *QUIET, "schedule=none", f"l1={l1}", "steps=20")
-        completed = run("sparse_prune", *settings, runs=tmp_path / str(l1))
+        completed = run_experiment("sparse_prune", *settings, runs=tmp_path / str(l1))
         nonzero = completed.result["nonzero"]
         remaining_share = nonzero / MLP_WEIGHTS
         assert completed.result["sparsity"] == pytest.approx(1 - remaining_share)
@@ -463,7 +463,7 @@ def test_stronger_l1_makes_more_zeros_without_masks(digits: Settings, tmp_path: 
 def test_networks_for_colour_images_are_pruned(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
     settings = ("model=lenet5", "batch=8", "eval_batch=8", "epochs=1", "steps=4", "every=1", "processes_per_node=2")
-    completed = run("sparse_prune", *QUIET, *images, *settings, runs=tmp_path)
+    completed = run_experiment("sparse_prune", *QUIET, *images, *settings, runs=tmp_path)
     weights = completed.result["weights"]
     convolutions = 20 * 3 * 25 + 50 * 20 * 25
     linear_layers = 500 * 50 + 10 * 500
@@ -555,13 +555,13 @@ def test_two_of_four_sparsity_is_detected() -> None:
 
 
 def test_a_run_measures_int8_and_csr(digits: Settings, tmp_path: Path) -> None:
-    completed = run("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
+    completed = run_experiment("sparse_prune", *digits, *SMALL, "steps=30", "export=false", runs=tmp_path)
     result = completed.result
     difference = result["int8_accuracy"] - result["test_accuracy"]
     assert abs(difference) < 0.05
     assert result["bytes_csr"] < result["bytes_raw"]
     assert result["int8_bytes_raw"] < result["bytes_raw"]
-    assert "than fp32" in completed.out
+    assert "than fp32" in completed.stdout
     assert not (completed.folder.path / "model.pt2").exists()
 
 

@@ -19,14 +19,14 @@ from common.models import model_file
 from common.runs import progress
 from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import trained_model
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import environment, run
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import REPLICATED, TRAINING, Entry
-from tests.harness.runs.resuming import resume
+from tests.harness.commands.processes import make_environment, run_experiment
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import REPLICATED_ENTRY, TRAINING_ENTRIES, Entry
+from tests.harness.runs.resuming import resume_run
 
-every = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
+every = pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
 READ_MODEL = """
 import json, sys
 from safetensors.numpy import load_file
@@ -37,7 +37,7 @@ assert not {"common", "torch"} & set(sys.modules)
 
 
 def evaluate(folder: RunFolder, *options: str, status: int = 0) -> Completed:
-    return in_process.run_verb("evaluate", *options, "--", str(folder.path), status=status)
+    return in_process_calls.call_verb("evaluate", *options, "--", str(folder.path), status=status)
 
 
 def copy(folder: RunFolder, target: Path) -> RunFolder:
@@ -46,9 +46,9 @@ def copy(folder: RunFolder, target: Path) -> RunFolder:
 
 
 @pytest.fixture
-def finished_copy(finished: Make, tmp_path: Path) -> RunFolder:
+def finished_copy(finished: GetRun, tmp_path: Path) -> RunFolder:
     """A copy of a finished run, which the test may change."""
-    return copy(finished(REPLICATED).folder, tmp_path)
+    return copy(finished(REPLICATED_ENTRY).folder, tmp_path)
 
 
 def read_model_facts(folder: RunFolder) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def read_last_checkpoint(folder: RunFolder) -> dict[str, torch.Tensor]:
 
 
 @every
-def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: Make) -> None:
+def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: GetRun) -> None:
     folder = finished(entry).folder
     completed = evaluate(folder)
     assert not completed.stderr, completed.stdout + completed.stderr
@@ -73,10 +73,10 @@ def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: 
 
 
 @every
-def test_the_model_file_is_read_without_the_project(entry: Entry, finished: Make, tmp_path: Path) -> None:
+def test_the_model_file_is_read_without_the_project(entry: Entry, finished: GetRun, tmp_path: Path) -> None:
     folder = finished(entry).folder
     command = [sys.executable, "-P", "-c", READ_MODEL, str(folder.path / "model.safetensors")]
-    completed = warm.execute(command, cwd=tmp_path, env=environment(), real=True, status=0)
+    completed = execution.execute_command(command, cwd=tmp_path, env=make_environment(), real_process=True, status=0)
     arrays = json.loads(completed.stdout)
     checkpoint = read_last_checkpoint(folder)
     model = model_file.build_model(read_model_facts(folder))
@@ -105,10 +105,10 @@ def test_a_changed_model_gives_different_scores(finished_copy: RunFolder) -> Non
 
 
 def test_an_evaluation_on_other_samples_is_not_compared(
-    finished: Make, cache: Path, monkeypatch: pytest.MonkeyPatch
+    finished: GetRun, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
-    folder = finished(REPLICATED).folder
+    folder = finished(REPLICATED_ENTRY).folder
     completed = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
     assert " of 100 (" in completed.stdout
     assert "not compared" in completed.stdout
@@ -155,11 +155,11 @@ def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:
         ({"arguments": None}, f"lacks the constructor arguments of {facts['class']}; add them"),
     ):
         write_json(folder.path / "model.json", facts | changes)
-        completed = in_process.run_verb("export", "--format=torch.export", "--", str(folder.path), status=2)
+        completed = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder.path), status=2)
         assert message in completed.stderr
         assert completed.stderr.count("\n") == 1, completed.stderr
     assert message in evaluate(folder, status=2).stderr
-    completed = in_process.run_verb("export", "--", str(folder.path))
+    completed = in_process_calls.call_verb("export", "--", str(folder.path))
     assert str(folder.path / "model.safetensors") in completed.stdout
 
 
@@ -182,8 +182,8 @@ def test_a_model_is_evaluated_with_the_settings_of_the_newest_attempt(finished_c
     assert "not compared" in completed.stdout
     changes.write_text('{"data.test_limit": 3}')
     assert "changed.json is damaged, so the settings of its attempt are unknown" in evaluate(folder, status=2).stderr
-    assert "changed.json is damaged" in in_process.run_verb("rerun", "--", str(folder.path), status=2).stderr
-    assert "changed.json is damaged" in resume(REPLICATED, folder, "steps=50", status=2).stderr
+    assert "changed.json is damaged" in in_process_calls.call_verb("rerun", "--", str(folder.path), status=2).stderr
+    assert "changed.json is damaged" in resume_run(REPLICATED_ENTRY, folder, "steps=50", status=2).stderr
 
 
 def test_the_scores_of_another_device_are_not_compared(finished_copy: RunFolder) -> None:
@@ -205,17 +205,17 @@ def read_losses(folder: RunFolder) -> list[float]:
 def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder) -> None:
     folder = finished_copy
     resume_command = ("exp", f"--resume={folder.path}", "--launch=local")
-    for completed in (resume(REPLICATED, folder), in_process.run_verb(*resume_command)):
+    for completed in (resume_run(REPLICATED_ENTRY, folder), in_process_calls.call_verb(*resume_command)):
         assert f'make exp RESUME={folder.path.name} ARGS="steps=80"' in completed.stdout
-    completed = resume(REPLICATED, folder, "steps=40")
+    completed = resume_run(REPLICATED_ENTRY, folder, "steps=40")
     assert "is finished" in completed.stdout
 
     message = f"{folder.path.name} is finished: optim.lr 0.02 -> 5.0 has no effect; increase steps"
-    assert message in resume(REPLICATED, folder, "optim.lr=5", status=2).stderr
-    assert message in in_process.run_verb(*resume_command, "--args=optim.lr=5", status=2).stderr
+    assert message in resume_run(REPLICATED_ENTRY, folder, "optim.lr=5", status=2).stderr
+    assert message in in_process_calls.call_verb(*resume_command, "--args=optim.lr=5", status=2).stderr
     with open(folder.path / "config.yaml") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # like another process that runs it
-        completed = resume(REPLICATED, folder, "steps=50", status=2)
+        completed = resume_run(REPLICATED_ENTRY, folder, "steps=50", status=2)
     assert "already running or being started on this machine; wait for it" in completed.stderr
     assert len(folder.list_attempts()) == 1
 
@@ -223,7 +223,7 @@ def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder
 def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) -> None:
     folder = finished_copy
     losses_before = read_losses(folder)
-    completed = resume(REPLICATED, folder, "steps=50")
+    completed = resume_run(REPLICATED_ENTRY, folder, "steps=50")
     assert "extending the run after step 40; the learning rate schedule now covers 50 steps" in completed.stdout
     assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o666
     assert read_json(folder.path / "attempts/0002/heartbeat-1.json")["step"] == 50
@@ -236,18 +236,22 @@ def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) ->
     assert [row["global_step"] for row in folder.read_metrics() if "test_loss" in row] == [40, 50]
     assert read_model_facts(folder)["step"] == 50
     evaluate(folder)
-    completed = resume(REPLICATED, folder)
+    completed = resume_run(REPLICATED_ENTRY, folder)
     assert 'ARGS="steps=100"' in completed.stdout, "twice the new number of steps"
 
     message = "was resumed with different settings (steps 40 -> 50)"
-    assert message in in_process.run_verb("rerun", "--", str(folder.path), status=2).stderr
-    repeated = run(REPLICATED.name, "--config", str(folder.path / "config.yaml"), runs=tmp_path / "again", status=2)
-    assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.err
+    assert message in in_process_calls.call_verb("rerun", "--", str(folder.path), status=2).stderr
+    arguments = ("--config", str(folder.path / "config.yaml"))
+    repeated = run_experiment(REPLICATED_ENTRY.name, *arguments, runs=tmp_path / "again", status=2)
+    assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.stderr
     assert not (tmp_path / "again").exists()
 
     for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)
-    assert "the checkpoint of its last step (50) is missing" in resume(REPLICATED, folder, "steps=60", status=2).stderr
-    completed = resume(REPLICATED, folder)
+    assert (
+        "the checkpoint of its last step (50) is missing"
+        in resume_run(REPLICATED_ENTRY, folder, "steps=60", status=2).stderr
+    )
+    completed = resume_run(REPLICATED_ENTRY, folder)
     assert "is finished" in completed.stdout
     assert "train on" not in completed.stdout

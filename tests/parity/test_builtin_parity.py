@@ -8,43 +8,43 @@ from typing import Any
 import pytest
 
 from common.runs.folder import read_json
-from tests.harness.commands.processes import Done, run
-from tests.harness.environment.shared_results import run_once
-from tests.harness.experiments.registry import EXPERIMENTS, Entry
+from tests.harness.commands.processes import FinishedRun, run_experiment
+from tests.harness.environment.shared_results import run_experiment_once
+from tests.harness.experiments.registry import ENTRIES, Entry
 from tests.harness.parity import ddp_cases, stage_cases
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.reference import TOLERANCE, differences
 from tests.harness.ranks.programs import check_program
-from tests.harness.runs.resuming import ALONE
+from tests.harness.runs.resuming import ONE_THREAD
 
 STEPS = 5
-EXACT = ("dtype=float64", "checkpoint.every_steps=0", ALONE, f"steps={STEPS}")
+EXACT = ("dtype=float64", "checkpoint.every_steps=0", ONE_THREAD, f"steps={STEPS}")
 BUILTIN = ("launch.backend=builtin", "launch.transport=network")
 WIRE = ",".join((*BUILTIN, "transport=network"))
 
 
-def read_world(completed: Done) -> dict[str, Any]:
+def read_world(completed: FinishedRun) -> dict[str, Any]:
     """Return world.json of the first attempt."""
     return read_json(completed.folder.list_attempts()[0].attempt_folder / "world.json")
 
 
-def check_equal_losses(trained: Done, single_process: Done) -> None:
-    assert trained.status == 0, trained.err
-    assert single_process.status == 0, single_process.err
+def check_equal_losses(trained: FinishedRun, single_process: FinishedRun) -> None:
+    assert trained.returncode == 0, trained.stderr
+    assert single_process.returncode == 0, single_process.stderr
     assert trained.losses == pytest.approx(single_process.losses, abs=TOLERANCE, rel=0)
     assert len(trained.losses) == STEPS
 
 
-@pytest.mark.parametrize("entry", EXPERIMENTS, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     """A pure measurement itself compares its outputs with arithmetic."""
     model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
     settings = (*quick, *EXACT, *model)
-    two_ranks = run(entry.name, *settings, *entry.spread(2), *BUILTIN, runs=tmp_path / "two")
-    assert two_ranks.status == 0, two_ranks.err
+    two_ranks = run_experiment(entry.name, *settings, *entry.make_rank_settings(2), *BUILTIN, runs=tmp_path / "two")
+    assert two_ranks.returncode == 0, two_ranks.stderr
     assert read_world(two_ranks)["backend"] == "builtin"
-    if entry.trains:
-        single_process = run(entry.name, *settings, *entry.spread(1), runs=tmp_path / "one")
+    if entry.trains_model:
+        single_process = run_experiment(entry.name, *settings, *entry.make_rank_settings(1), runs=tmp_path / "one")
         check_equal_losses(two_ranks, single_process)
 
 
@@ -55,8 +55,8 @@ TRANSPORT_SETTINGS = {
 }
 FSDP = {"ddp_multinode": ("strategy=fsdp",)}  # all other tests use DDP
 OVER_TRANSPORTS: list[tuple[Entry, str]] = []
-for experiment in EXPERIMENTS:
-    OVER_TRANSPORTS += [(experiment, transport) for transport in experiment.transports]
+for experiment in ENTRIES:
+    OVER_TRANSPORTS += [(experiment, transport) for transport in experiment.parity_transports]
 
 
 def make_id(parameter: Entry | str) -> str:
@@ -69,11 +69,13 @@ def test_an_experiment_over_a_transport_equals_one_process(
 ) -> None:
     """Pairs that no other test of this file covers."""
     settings = (*quick, *EXACT, *FSDP.get(entry.name, ()))
-    spread = entry.spread(2)
+    spread = entry.make_rank_settings(2)
     if transport == "two_level":  # two hosts with one rank each
         spread = tuple(setting.replace("processes_per_node=2", "processes_per_node=1") for setting in spread)
-    single_process = run_once(tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.spread(1))
-    two_ranks = run(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
+    single_process = run_experiment_once(
+        tmp_path_factory, f"one-process-{entry.name}", entry.name, *settings, *entry.make_rank_settings(1)
+    )
+    two_ranks = run_experiment(entry.name, *settings, *spread, *TRANSPORT_SETTINGS[transport], runs=tmp_path)
     check_equal_losses(two_ranks, single_process)
     world = read_world(two_ranks)
     assert world["backend"] == "builtin"
@@ -109,8 +111,8 @@ def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> No
     """Also ranks of simulated hosts, which do not share memory; no key is left."""
     settings = (*quick, *EXACT)
     tls = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=two_level", "launch.nodes=2")
-    four_ranks = run("ddp_multinode", *settings, *tls, "processes_per_node=2", runs=tmp_path / "four")
-    single_process = run("ddp_multinode", *settings, "processes_per_node=1", runs=tmp_path / "one")
+    four_ranks = run_experiment("ddp_multinode", *settings, *tls, "processes_per_node=2", runs=tmp_path / "four")
+    single_process = run_experiment("ddp_multinode", *settings, "processes_per_node=1", runs=tmp_path / "one")
     check_equal_losses(four_ranks, single_process)
     assert read_world(four_ranks)["tls"] is True
     for file in four_ranks.folder.path.rglob("*"):

@@ -20,4 +20,4 @@ def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path,
     assert differences(synced, expected) == []
     assert completed.result["last_batch"] == [1, 0]
     assert completed.result["devices"] == 2
-    assert "the same on all ranks: each rank uses the statistics of the whole batch" in completed.out
+    assert "the same on all ranks: each rank uses the statistics of the whole batch" in completed.stdout

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.ddp_cases import expected, wrong
 
@@ -27,7 +27,9 @@ BRIEF = f"{SYNCED},steps=10"
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The results of every ConvNet case of two processes, correct ones and mistakes."""
     cases = ["strategy=fsdp", *DDP, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
-    folder = make_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_cases", path, cache, 2, cases))
+    folder = create_folder_once(
+        tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_cases", path, cache, 2, cases)
+    )
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 

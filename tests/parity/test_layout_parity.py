@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 
 
 def test_channels_last_changes_only_rounding(tmp_path: Path, cache: Path) -> None:
@@ -14,8 +14,8 @@ def test_channels_last_changes_only_rounding(tmp_path: Path, cache: Path) -> Non
     training = ("batch=4", "accumulate=1", "precision=fp32", "dtype=float64", "steps=2", "model=resnet18")
     size = ("data.test_limit=4", "processes_per_node=1", "launch.threads=1")
     settings = (*images, *training, *size)
-    contiguous = run("amp_accum", *settings, "channels_last=false", runs=tmp_path / "false")
-    assert contiguous.status == 0, contiguous.err
-    channels_last = run("amp_accum", *settings, "channels_last=true", runs=tmp_path / "true")
-    assert channels_last.status == 0, channels_last.err
+    contiguous = run_experiment("amp_accum", *settings, "channels_last=false", runs=tmp_path / "false")
+    assert contiguous.returncode == 0, contiguous.stderr
+    channels_last = run_experiment("amp_accum", *settings, "channels_last=true", runs=tmp_path / "true")
+    assert channels_last.returncode == 0, channels_last.stderr
     assert contiguous.losses == pytest.approx(channels_last.losses, abs=1e-9, rel=0)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from common.training.optimizer_contract import CHECKS
 from configs.shared import OPTIMIZERS
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.custom_code.examples import write_example
-from tests.harness.custom_code.optimizers import Breach, write_own
+from tests.harness.custom_code.optimizers import Violation, write_optimizer
 from tests.harness.ranks.programs import execute_program
 
-LOCAL_NORM = Breach(  # each rank divides by the norm of its shard
+LOCAL_NORM = Violation(  # each rank divides by the norm of its shard
     'p.add_(state["mean"]',
     'p.add_(state["mean"] / (1 + getattr(p.grad, "_local_tensor", p.grad).norm())',
     "parameters sharded by FSDP2 get different values than full parameters: compute each norm from full_tensor()",
@@ -30,7 +30,7 @@ def test_sharded_parameters_get_the_values_of_full_ones() -> None:
 def check_optimizer(name: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
     """Execute `check-optimizer`. Returns the process and the checks that passed."""
     command = [sys.executable, "-m", "slurm", "check-optimizer", "--", name]
-    completed = warm.execute(command, env=environment())
+    completed = execution.execute_command(command, env=make_environment())
     return completed, [line.removeprefix("ok  ") for line in completed.stdout.splitlines()]
 
 
@@ -42,10 +42,10 @@ def test_the_example_of_the_contributing_page_passes(tmp_path: Path) -> None:
 
 
 def test_a_norm_of_shards_is_refused(tmp_path: Path) -> None:
-    name = write_own(tmp_path, LOCAL_NORM)
+    name = write_optimizer(tmp_path, LOCAL_NORM)
     completed, passed_checks = check_optimizer(name)
     assert completed.returncode == 2, completed.stderr
     assert passed_checks == list(CHECKS), completed.stdout + completed.stderr
     assert completed.stderr.startswith(f"error: optim.name={name}: ")
     assert completed.stderr.count("\n") == 1, completed.stderr
-    assert LOCAL_NORM.told in completed.stderr
+    assert LOCAL_NORM.message_part in completed.stderr

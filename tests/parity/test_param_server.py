@@ -10,22 +10,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from common.runs.folder import MODEL_FILE
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.parity.reference import TOLERANCE
 
 SETTINGS = ("dtype=float64", "batch=24", "optim.base_batch=24", "optim.warmup=5", "steps=25", "epochs=5", "model=mlp")
 SMALL = ("data.train_limit=120", "data.test_limit=200")
 
 
-def flatten_parameters(completed: Done) -> Tensor:
+def flatten_parameters(completed: FinishedRun) -> Tensor:
     """Return all parameters of the trained model as one vector."""
     state = load_file(completed.folder.path / MODEL_FILE)
     return torch.cat([state[name].flatten() for name in sorted(state)])
 
 
-def check_equal(trained: Done, expected: Done) -> None:
-    assert trained.status == 0, trained.err
-    assert expected.status == 0, expected.err
+def check_equal(trained: FinishedRun, expected: FinishedRun) -> None:
+    assert trained.returncode == 0, trained.stderr
+    assert expected.returncode == 0, expected.stderr
     assert len(trained.losses) == 25
     assert expected.losses[-1] < 0.9 * expected.losses[0]
     assert trained.losses == pytest.approx(expected.losses, abs=TOLERANCE, rel=0)
@@ -37,9 +37,11 @@ def check_equal(trained: Done, expected: Done) -> None:
 
 def test_a_synchronous_server_equals_ddp_with_any_number_of_servers(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = (*digits, *SETTINGS, *SMALL, "processes_per_node=3")
-    expected = run("ddp_multinode", *settings, runs=tmp_path / "ddp")
+    expected = run_experiment("ddp_multinode", *settings, runs=tmp_path / "ddp")
     for servers in (1, 2, 3):
-        trained = run("param_server", *settings, f"servers={servers}", "plot=false", runs=tmp_path / f"{servers}")
+        trained = run_experiment(
+            "param_server", *settings, f"servers={servers}", "plot=false", runs=tmp_path / f"{servers}"
+        )
         check_equal(trained, expected)
         assert trained.result["pushes"] == [75] * servers
         assert trained.result["staleness_counts"] == {"0": 75 * servers}
@@ -47,7 +49,7 @@ def test_a_synchronous_server_equals_ddp_with_any_number_of_servers(digits: tupl
 
 def test_one_asynchronous_worker_equals_plain_training(digits: tuple[str, ...], tmp_path: Path) -> None:
     settings = (*digits, *SETTINGS, *SMALL, "processes_per_node=1")
-    expected = run("ddp_multinode", *settings, runs=tmp_path / "plain")
+    expected = run_experiment("ddp_multinode", *settings, runs=tmp_path / "plain")
     for mode in ("async", "bounded"):
-        trained = run("param_server", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode)
+        trained = run_experiment("param_server", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode)
         check_equal(trained, expected)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.parity import stage_cases
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.reference import TOLERANCE, differences
@@ -62,10 +62,10 @@ def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> No
 def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     settings = [f"{name}={value}" for name, value in stage_cases.PIPELINE.items()]
     settings.append(f"data.cache={cache}")
-    split = run(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
-    unsplit = run(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")
-    assert split.status == 0, split.err
-    assert unsplit.status == 0, unsplit.err
+    split = run_experiment(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
+    unsplit = run_experiment(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")
+    assert split.returncode == 0, split.stderr
+    assert unsplit.returncode == 0, unsplit.stderr
     assert len(split.losses) == 14
     assert split.losses == pytest.approx(unsplit.losses, abs=TOLERANCE, rel=0)
     assert split.result["test_loss"] == pytest.approx(unsplit.result["test_loss"], abs=TOLERANCE, rel=0)

@@ -14,7 +14,7 @@ from common.data import prepare
 from common.models.networks import ResNet
 from common.system import seeds
 from configs.resnet_modelparallel import Config
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.parity import reference
 from tests.harness.parity.reference import differences
 
@@ -48,9 +48,9 @@ def expected(cache: Path) -> dict[str, Any]:
     return reference.trained(cfg, model, prepare.prepare_dataset(cfg.data), shares=2, piece=cfg.split_size)
 
 
-def read_outcome(completed: Done) -> dict[str, Any]:
+def read_outcome(completed: FinishedRun) -> dict[str, Any]:
     """Return losses, the state that all ranks saved in the last step, and scores."""
-    assert completed.status == 0, completed.err + completed.out
+    assert completed.returncode == 0, completed.stderr + completed.stdout
     *_, folder = sorted((completed.folder.list_attempts()[0].attempt_folder / "checkpoints").glob("step-*"))
     assert folder.name == f"step-{len(completed.losses):08d}"
     state: dict[str, Any] = {}
@@ -72,6 +72,6 @@ def read_outcome(completed: Done) -> dict[str, Any]:
 )
 def test_two_replicas_of_two_stages_equal_one_process(settings: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
     common = (*PARITY, *STAGES, f"checkpoint.every_steps={STEPS}", f"data.cache={cache}")
-    completed = run("resnet_modelparallel", *common, *settings, runs=tmp_path, timeout=250)
+    completed = run_experiment("resnet_modelparallel", *common, *settings, runs=tmp_path, timeout=250)
     assert differences(read_outcome(completed), expected(cache)) == []
     assert len(list(completed.folder.list_attempts()[0].attempt_folder.glob("heartbeat-*.json"))) == 4

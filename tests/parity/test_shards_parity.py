@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.parity import amp_cases, ddp_cases
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.ddp_cases import wrong
@@ -38,7 +38,9 @@ MISTAKES = (f"mean_of_means,shards=[3,1],{BRIEF}", f"equal_buffers,shards=[3,1],
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The results of every case of two ranks, correct ones and mistakes."""
     cases = [*OF_TWO, *NORMS, f"shards=[0,1],{SYNCED}", *MISTAKES]
-    folder = make_once(tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_cases", path, cache, 2, cases))
+    folder = create_folder_once(
+        tmp_path_factory, "shards-of-two", lambda path: train_cases("ddp_cases", path, cache, 2, cases)
+    )
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
 
 

@@ -17,7 +17,7 @@ from common.data.prepare import prepare_digits
 from common.models.networks import SimpleNN
 from common.techniques.pipeline import partition, schedules
 from common.training.evaluate import slice_batches
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 from tests.harness.pitfalls.outcomes import TIMEOUT_SECONDS, collect_outcomes
 
 
@@ -83,8 +83,8 @@ def test_moving_tensors_from_stage_to_stage_is_no_pipeline(tmp_path: Path, digit
         """Return the share of the computing time in which both ranks compute."""
         # a microbatch takes longer than the time slices of a busy processor, which would hide the overlap
         wide = (*digits, "width=1536", "batch=512", "steps=4", f"schedule={schedule}")
-        completed = run("mnist_pipeline", *wide, runs=tmp_path / f"{schedule}-{attempt}")
-        assert completed.status == 0, completed.err
+        completed = run_experiment("mnist_pipeline", *wide, runs=tmp_path / f"{schedule}-{attempt}")
+        assert completed.returncode == 0, completed.stderr
         timeline = completed.result["timeline"]
         return compute_overlap(timeline) / sum(span["end"] - span["start"] for span in timeline)
 

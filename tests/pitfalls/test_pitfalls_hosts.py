@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import FinishedRun, make_environment
 from tests.harness.pitfalls.host_pitfalls import TIMEOUT_SECONDS, find_namespace_problem
 from tests.harness.pitfalls.outcomes import collect_outcome
 from tests.harness.pitfalls.rank_warnings import LOGGER_WARNING, PYTHON_WARNING, RUN_WARNING
 
 
-def execute(*arguments: str, runs: Path) -> Done:
-    completed = warm.execute([sys.executable, "-m", *arguments], env=environment())
+def execute(*arguments: str, runs: Path) -> FinishedRun:
+    completed = execution.execute_command([sys.executable, "-m", *arguments], env=make_environment())
     assert completed.returncode == 0, completed.stderr
-    return Done(completed.returncode, completed.stdout, completed.stderr, runs)
+    return FinishedRun(completed.returncode, completed.stdout, completed.stderr, runs)
 
 
 def test_hosts_do_not_meet_at_their_loopback_addresses() -> None:
@@ -43,7 +43,7 @@ def test_two_node_ranks_on_one_machine_are_one_host(digits: tuple[str, ...], tmp
     settings = shlex.join([f"runs={tmp_path}", *digits, "steps=2", "data.test_limit=10"])
     options = ("--launch=local", "--nodes=2", f"--args={settings}")
     completed = execute("slurm", "exp", *options, "--", "ddp_multinode", runs=tmp_path)
-    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.out
+    assert "not using SLURM: 2 nodes are simulated by processes on this machine" in completed.stdout
     world = json.loads((completed.folder.list_attempts()[0].attempt_folder / "world.json").read_text())
     assert world["nodes"] == 2
     assert world["hosts"] == [ranks[0]["host"]] * 2, "both simulated nodes have the name of this host"
@@ -53,11 +53,11 @@ def test_a_log_level_per_rank_loses_the_warnings_of_other_ranks(digits: tuple[st
     settings = (f"runs={tmp_path}", *digits, "steps=2", "data.test_limit=10", "log.level=error")
     completed = execute("tests.harness.pitfalls.rank_warnings", *settings, runs=tmp_path)
     files = [path for path in completed.folder.path.rglob("*") if path.is_file() and "code" not in path.parts]
-    texts = [completed.out, completed.err, *(path.read_text(errors="replace") for path in files)]
+    texts = [completed.stdout, completed.stderr, *(path.read_text(errors="replace") for path in files)]
     assert LOGGER_WARNING not in "\n".join(texts)
     logs = [completed.folder.list_attempts()[0].log_file(rank).read_text() for rank in range(2)]
     assert f"WARNING {RUN_WARNING}" in logs[1]
     assert f"UserWarning: {PYTHON_WARNING}" in logs[1]
-    for text in (completed.out, completed.err, logs[0]):
+    for text in (completed.stdout, completed.stderr, logs[0]):
         assert RUN_WARNING not in text
         assert PYTHON_WARNING not in text

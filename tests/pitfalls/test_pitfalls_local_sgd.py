@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.harness.commands.processes import run
-from tests.harness.environment.shared_results import make_once
-from tests.harness.experiments.registry import BY_NAME
+from tests.harness.commands.processes import run_experiment
+from tests.harness.environment.shared_results import create_folder_once
+from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.local_sgd_cases import ADAMW
 from tests.harness.parity.reference import TOLERANCE
-from tests.harness.runs.resuming import ALONE, cut_off, differences, resume
+from tests.harness.runs.resuming import ONE_THREAD, copy_as_interrupted, find_differences, resume_run
 
 DDP = "ddp,seed=0"
 LOCAL = "every=1"
@@ -30,7 +30,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The training of two workers, by case."""
-    folder = make_once(
+    folder = create_folder_once(
         tmp_path_factory, "local-mistakes", lambda path: train_cases("local_sgd_cases", path, cache, 2, CASES)
     )
     return dict(torch.load(folder / "results-2.pt", weights_only=True))
@@ -71,9 +71,11 @@ def test_a_round_counts_the_steps_of_the_job_not_those_of_all_workers(trained: d
 
 
 def test_between_two_exchanges_the_mean_is_not_the_state_of_the_workers(tmp_path: Path, quick: tuple[str, ...]) -> None:
-    whole = run("local_sgd", *quick, ALONE, "model=mlp", "steps=20", runs=tmp_path / "whole")
-    assert whole.status == 0, whole.err
-    folder = cut_off(whole.folder, 12, tmp_path / "cut")
-    completed = resume(BY_NAME["local_sgd"], folder, careless="tests.harness.parity.local_sgd_cases:drop_own_state")
+    whole = run_experiment("local_sgd", *quick, ONE_THREAD, "model=mlp", "steps=20", runs=tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    folder = copy_as_interrupted(whole.folder, 12, tmp_path / "cut")
+    completed = resume_run(
+        ENTRY_BY_NAME["local_sgd"], folder, disabled_protection="tests.harness.parity.local_sgd_cases:drop_own_state"
+    )
     assert completed.returncode == 0, completed.stderr
-    assert differences(folder, whole.folder), "the resumed run differs, without an error"
+    assert find_differences(folder, whole.folder), "the resumed run differs, without an error"

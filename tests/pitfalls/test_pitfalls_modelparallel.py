@@ -19,9 +19,9 @@ from common.models.networks import ResNet, SimpleNN
 from common.runs.folder import RunFolder
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.single_process import SingleProcessPipeline
-from tests.harness.commands.processes import run
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import BY_NAME
+from tests.harness.commands.processes import run_experiment
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import ENTRY_BY_NAME
 
 
 def count_parameters(parts: Sequence[nn.Module]) -> list[dict[str, int]]:
@@ -60,7 +60,7 @@ class TwoDevices(nn.Module):
         return cast(torch.Tensor, self.net2(hidden.to(self.devices[1])))
 
 
-def test_two_halves_on_one_device_are_the_unsplit_model(finished: Make) -> None:
+def test_two_halves_on_one_device_are_the_unsplit_model(finished: GetRun) -> None:
     sizes = [10 * 10 + 10, 5 * 10 + 5]
     split = TwoDevices("cpu", "meta")
     assert count_parameters([split.net1, split.net2]) == [{"cpu": sizes[0]}, {"meta": sizes[1]}]
@@ -88,7 +88,7 @@ def test_two_halves_on_one_device_are_the_unsplit_model(finished: Make) -> None:
     assert len(spans) == 2 * 2 * 4
     for span, following in pairwise(sorted(spans)):
         assert span[1] <= following[0], "one half works at a time"
-    check_that_ranks_have_only_their_stage(finished(BY_NAME["resnet_modelparallel"]).folder)
+    check_that_ranks_have_only_their_stage(finished(ENTRY_BY_NAME["resnet_modelparallel"]).folder)
 
 
 def check_that_ranks_have_only_their_stage(folder: RunFolder) -> None:
@@ -141,8 +141,10 @@ def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
 
     def compute_busy_share(mode: str) -> float:
         """Return the share of time in which a rank computes, summed over ranks."""
-        completed = run("resnet_modelparallel", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode)
-        assert completed.status == 0, completed.err
+        completed = run_experiment(
+            "resnet_modelparallel", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode
+        )
+        assert completed.returncode == 0, completed.stderr
         idle_shares = completed.result["idle_share"]
         return len(idle_shares) - sum(idle_shares)
 

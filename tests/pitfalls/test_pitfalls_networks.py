@@ -18,8 +18,8 @@ from common.system.errors import UserError
 from common.training.evaluate import measure_accuracy
 from configs.resnet_dataparallel import Config
 from configs.shared import InitialWeights
-from tests.harness.environment.shared_results import Make
-from tests.harness.experiments.registry import REPLICATED
+from tests.harness.environment.shared_results import GetRun
+from tests.harness.experiments.registry import REPLICATED_ENTRY
 
 
 class TutorialCNN(nn.Module):
@@ -80,8 +80,8 @@ class GreyToColour(nn.Module):
         return x[:, None].expand(-1, 3, -1, -1)
 
 
-def test_a_model_without_weights_is_not_pretrained(finished: Make, cache: Path) -> None:
-    completed = finished(REPLICATED)
+def test_a_model_without_weights_is_not_pretrained(finished: GetRun, cache: Path) -> None:
+    completed = finished(REPLICATED_ENTRY)
     test_images = Images(prepare_digits(cache), "test", completed.result["test_samples"])
 
     def score(model: nn.Module) -> float:

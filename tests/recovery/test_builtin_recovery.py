@@ -8,17 +8,11 @@ from pathlib import Path
 from common.config import config
 from common.runs.folder import read_json
 from configs import ddp_multinode
-from tests.harness.commands.processes import Done, Settings, run
-from tests.harness.experiments.registry import REPLICATED
-from tests.harness.runs.long_runs import (
-    ENDLESS,
-    check_hanging_rank,
-    check_killed_rank,
-    only_folder,
-    train_long,
-)
-from tests.harness.runs.resuming import ALONE, check_that_it_goes_on, resume, trained_steps
-from tests.harness.runs.tracked_runs import inspect
+from tests.harness.commands.processes import FinishedRun, Settings, get_only_run, run_experiment
+from tests.harness.experiments.registry import REPLICATED_ENTRY
+from tests.harness.runs.long_runs import ENDLESS_SETTINGS, check_hanging_rank, check_killed_rank, start_long_run
+from tests.harness.runs.resuming import ONE_THREAD, check_resume, list_trained_steps, resume_run
+from tests.harness.runs.tracked_runs import inspect_wandb_folder
 
 CHAIN = """
 from os import getpid
@@ -33,10 +27,10 @@ def add_along_a_chain(ranks):
 BUILTIN = ("launch.backend=builtin", "launch.algorithm=tree")
 
 
-def train_uninterrupted(tmp_path: Path, quick: Settings, *settings: str) -> Done:
+def train_uninterrupted(tmp_path: Path, quick: Settings, *settings: str) -> FinishedRun:
     """Train three ranks to the end."""
-    common = (*quick, *REPLICATED.spread(3), ALONE, "steps=12", "launch.backend=builtin")
-    uninterrupted = run(REPLICATED.name, *common, *settings, runs=tmp_path / "uninterrupted")
+    common = (*quick, *REPLICATED_ENTRY.make_rank_settings(3), ONE_THREAD, "steps=12", "launch.backend=builtin")
+    uninterrupted = run_experiment(REPLICATED_ENTRY.name, *common, *settings, runs=tmp_path / "uninterrupted")
     return uninterrupted
 
 
@@ -49,7 +43,7 @@ def test_a_run_with_a_custom_algorithm_resumes_bitwise_equal(tmp_path: Path, qui
     processes = set(calls.read_text().split())
     assert len(processes) == 2, "the function is called by the command, which checks it, and by rank 0"
     algorithm_file.unlink()
-    check_that_it_goes_on(REPLICATED, uninterrupted, "builtin", tmp_path / "cut")
+    check_resume(REPLICATED_ENTRY, uninterrupted, "builtin", tmp_path / "cut")
 
 
 def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: Path, quick: Settings) -> None:
@@ -57,39 +51,41 @@ def test_the_algorithm_is_measured_once_and_stored_beside_the_config(tmp_path: P
     run_path = uninterrupted.folder.path
     algorithm = config.read_settings(run_path)["launch.algorithm"]
     assert algorithm != "auto"
-    assert "launch.algorithm=auto: " in uninterrupted.out
+    assert "launch.algorithm=auto: " in uninterrupted.stdout
     cfg = config.load_config(ddp_multinode.Config, ["--config", str(run_path / "config.yaml")], {})
     assert algorithm in config.format_yaml(cfg)
-    resumed_folder = check_that_it_goes_on(REPLICATED, uninterrupted, "auto", tmp_path / "cut")
+    resumed_folder = check_resume(REPLICATED_ENTRY, uninterrupted, "auto", tmp_path / "cut")
     assert config.read_settings(resumed_folder.path) == config.read_settings(run_path)
 
 
 def test_the_measured_algorithm_is_tracked(tmp_path: Path, digits: Settings) -> None:
-    settings = (*digits, *REPLICATED.smallest, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
-    completed = run(REPLICATED.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path))
+    settings = (*digits, *REPLICATED_ENTRY.smallest_settings, *BUILTIN, "launch.algorithm=auto", "wandb.mode=offline")
+    completed = run_experiment(
+        REPLICATED_ENTRY.name, *settings, runs=tmp_path / "runs", WANDB_MODE="", HOME=str(tmp_path)
+    )
     algorithm = config.read_settings(completed.folder.path)["launch.algorithm"]
     assert algorithm != "auto"
-    tracked_config = json.loads(inspect(completed.folder, "--summary"))["config"]
+    tracked_config = json.loads(inspect_wandb_folder(completed.folder, "--summary"))["config"]
     assert tracked_config["launch"]["algorithm"] == algorithm
 
 
 def test_an_encrypted_run_resumes_bitwise_equal_with_a_new_key(tmp_path: Path, quick: Settings) -> None:
     uninterrupted = train_uninterrupted(tmp_path, quick, "launch.tls=true", "launch.transport=network")
-    folder = check_that_it_goes_on(REPLICATED, uninterrupted, "tls", tmp_path / "cut")
+    folder = check_resume(REPLICATED_ENTRY, uninterrupted, "tls", tmp_path / "cut")
     encrypted = [read_json(attempt.attempt_folder / "world.json")["tls"] for attempt in folder.list_attempts()]
     assert encrypted == [True, True]
 
 
 def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path, quick: Settings) -> None:
-    settings = (*quick, *REPLICATED.spread(2), *BUILTIN, *ENDLESS)
+    settings = (*quick, *REPLICATED_ENTRY.make_rank_settings(2), *BUILTIN, *ENDLESS_SETTINGS)
     timing = ("checkpoint.every_steps=3", "launch.step_timeout=600")
-    with train_long(REPLICATED.name, *settings, *timing, runs=tmp_path) as process:
+    with start_long_run(REPLICATED_ENTRY.name, *settings, *timing, runs=tmp_path) as process:
         check_killed_rank(process, tmp_path)
-    folder = only_folder(tmp_path)
-    steps = max(trained_steps(folder)) + 5
-    resume(REPLICATED, folder, f"steps={steps}")
-    assert trained_steps(folder) == list(range(1, steps + 1))
+    folder = get_only_run(tmp_path)
+    steps = max(list_trained_steps(folder)) + 5
+    resume_run(REPLICATED_ENTRY, folder, f"steps={steps}")
+    assert list_trained_steps(folder) == list(range(1, steps + 1))
 
 
 def test_a_hanging_rank_is_named(tmp_path: Path, quick: Settings) -> None:
-    check_hanging_rank(REPLICATED, (*quick, *BUILTIN), tmp_path, seconds=2)
+    check_hanging_rank(REPLICATED_ENTRY, (*quick, *BUILTIN), tmp_path, seconds=2)

@@ -14,10 +14,18 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.diagnosis import collect_diagnosis
-from tests.harness.commands.processes import PATIENCE, Settings, environment, run, wait_until
-from tests.harness.commands.warm import ROOT, Command, end_session, execute
-from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
-from tests.harness.runs.resuming import numbers
+from tests.harness.commands.execution import Command, execute_command, kill_session
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    Settings,
+    get_only_run,
+    make_environment,
+    run_experiment,
+    wait_until,
+)
+from tests.harness.repository import ROOT
+from tests.harness.runs.long_runs import list_rank_pids, start_long_run
+from tests.harness.runs.resuming import read_compared_rows
 
 STEPS = 1500
 SETTINGS = ("stages=1", "microbatches=1", "data.workers=1", "checkpoint.every_steps=50", "log.seconds=0.05")
@@ -25,7 +33,7 @@ SETTINGS = ("stages=1", "microbatches=1", "data.workers=1", "checkpoint.every_st
 
 def signal_worker(process: Command, number: int) -> None:
     """Send a signal to the data worker of rank 0."""
-    rank = ranks_of(process)[0]
+    rank = list_rank_pids(process)[0]
     children = Path(f"/proc/{rank}/task/{rank}/children")
     (worker,) = wait_until(lambda: children.read_text().split(), "the rank has a worker")
     os.kill(int(worker), number)
@@ -41,33 +49,33 @@ def resume_command(folder: RunFolder) -> list[str]:
 
 def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: Settings) -> None:
     settings = (*digits, *SETTINGS, f"steps={STEPS}")
-    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
 
-    with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
+    with start_long_run("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
         signal_worker(process, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == EXIT_RESUMABLE, out + err
-    folder = only_folder(tmp_path / "runs")
+    folder = get_only_run(tmp_path / "runs")
     newest_step = storage.list_resumable_checkpoints(folder)[0].step
     assert newest_step == count_steps(folder), "no step is lost, though the rank waits for a stopped worker"
     assert newest_step < STEPS
 
-    process = Command(resume_command(folder), env=environment(), session=True)
+    process = Command(resume_command(folder), env=make_environment(), new_session=True)
     try:
         wait_until(lambda: process.poll() is not None or count_steps(folder) > newest_step, "the run continues")
         signal_worker(process, signal.SIGKILL)
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
     finally:
-        end_session(process.pid)
+        kill_session(process.pid)
     assert process.returncode == 1, out + err
     assert "was killed by SIGKILL" in err, err
     assert "data worker 0" in err, err
     assert "Traceback" not in err, err
     assert "resume with: make exp RESUME=" in err
 
-    execute(resume_command(folder), env=environment(), timeout=120, status=0)
-    assert numbers(folder) == numbers(uninterrupted.folder)
+    execute_command(resume_command(folder), env=make_environment(), timeout=120, status=0)
+    assert read_compared_rows(folder) == read_compared_rows(uninterrupted.folder)
 
 
 @pytest.fixture
@@ -90,15 +98,15 @@ def group() -> Iterator[Path]:
 def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits: Settings, group: Path) -> None:
     epochs = ("data.train_limit=3200", "data.test_limit=100", "epochs=12")
     settings = (*digits, *SETTINGS, *epochs, "steps=0")
-    uninterrupted = run("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
+    uninterrupted = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "uninterrupted")
 
-    with train_long("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
-        folder = only_folder(tmp_path / "runs")
+    with start_long_run("mnist_pipeline", *settings, runs=tmp_path / "runs") as process:
+        folder = get_only_run(tmp_path / "runs")
         wait_until(lambda: storage.list_resumable_checkpoints(folder), "a checkpoint is saved")
-        for pid in (process.pid, *ranks_of(process)):
+        for pid in (process.pid, *list_rank_pids(process)):
             (group / "cgroup.procs").write_text(str(pid))
         (group / "pids.max").write_text("1")
-        out, err = process.communicate(PATIENCE)
+        out, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode == 1, out + err
     (message,) = [line for line in err.splitlines() if line.startswith("error: ")]
     assert "rank 0 failed: no more threads or processes can be started: pids.max of control group" in message
@@ -107,5 +115,5 @@ def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits:
     assert "resume with: make exp RESUME=" in err, err
 
     assert "no more threads or processes can be started; raise" in collect_diagnosis(folder)["cause"]
-    execute(resume_command(folder), env=environment(), timeout=120, status=0)
-    assert numbers(folder) == numbers(uninterrupted.folder)
+    execute_command(resume_command(folder), env=make_environment(), timeout=120, status=0)
+    assert read_compared_rows(folder) == read_compared_rows(uninterrupted.folder)

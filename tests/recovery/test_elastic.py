@@ -14,11 +14,18 @@ import pytest
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.harness.commands.processes import Settings
-from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
+from tests.harness.elastic.faulty_runs import (
+    find_metric_differences,
+    list_lost_and_joined,
+    list_world_changes,
+    train_and_compare,
+    train_on_one_rank,
+    train_with_faults,
+)
 from tests.harness.environment.randomness import draw_cases
-from tests.harness.experiments.registry import BY_NAME
+from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.ranks.programs import execute_program
-from tests.harness.runs.resuming import resume
+from tests.harness.runs.resuming import resume_run
 
 POINTS = ("begin", "reduction", "reduced", "committed", "updated", "evaluation", "save")
 STRIKES = [*itertools.product(range(3), POINTS)]
@@ -37,13 +44,13 @@ def data(cache: Path) -> str:
 @pytest.fixture
 def undisturbed(data: str, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """The run of one process without faults."""
-    return train_alone(tmp_path_factory, data)
+    return train_on_one_rank(tmp_path_factory, data)
 
 
 @pytest.fixture
 def train_struck(data: str, undisturbed: RunFolder, tmp_path: Path) -> TrainStruck:
     """Train with faults and settings, and check that the run equals the undisturbed one."""
-    return lambda faults, *settings: train_like(undisturbed, faults, data, *settings, runs=tmp_path / "runs")
+    return lambda faults, *settings: train_and_compare(undisturbed, faults, data, *settings, runs=tmp_path / "runs")
 
 
 def pick_step(point: str) -> int:
@@ -60,7 +67,7 @@ def scale_and_counter(folder: RunFolder) -> list[tuple[Any, Any]]:
 def test_each_rank_may_be_killed_at_each_point(rank: int, point: str, train_struck: TrainStruck) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
     folder = train_struck(fault, *THREE, "elastic.rejoin=0")
-    assert list_changes(folder) == [([rank], [])], fault
+    assert list_world_changes(folder) == [([rank], [])], fault
 
 
 def test_an_evaluation_is_not_lost_with_a_rank(train_struck: TrainStruck) -> None:
@@ -92,13 +99,13 @@ def test_all_ranks_are_lost_and_rejoin_one_after_another(
 ) -> None:
     """Crop and dropout of a sample do not depend on its rank. One rank at a time prints the epochs."""
     settings = (data, "data.augment=crop", "dropout=0.3")
-    undisturbed = train_alone(tmp_path_factory, *settings)
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings)
     faults = "reduction:1:4:kill,begin:0:8:join,reduced:0:12:kill,begin:1:16:join"
-    completed = train(faults, *settings, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
-    assert not differences(completed.folder, undisturbed), completed.err
+    completed = train_with_faults(faults, *settings, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs")
+    assert not find_metric_differences(completed.folder, undisturbed), completed.stderr
     assert list_lost_and_joined(completed.folder) == ([1, 0], [1, 0])
     for epoch in ("1", "2", "2.5"):
-        assert completed.out.count(f"epoch {epoch} ") == 1, completed.out
+        assert completed.stdout.count(f"epoch {epoch} ") == 1, completed.stdout
 
 
 def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
@@ -106,14 +113,16 @@ def test_a_run_whose_state_is_lost_ends_and_is_resumed_from_its_checkpoint(
 ) -> None:
     """The only rank with the state is killed while a new one connects to copy it."""
     faults = "reduction:1:4:kill,begin:0:14:join,forming:0:3:kill"
-    completed = train(faults, data, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs", status=137)
-    assert EndReason.STATE_LOST.value in completed.err, completed.err
-    assert "RESUME=" in completed.err, completed.err
+    completed = train_with_faults(
+        faults, data, "processes_per_node=2", "elastic=true", runs=tmp_path / "runs", status=137
+    )
+    assert EndReason.STATE_LOST.value in completed.stderr, completed.stderr
+    assert "RESUME=" in completed.stderr, completed.stderr
     assert EndReason.STATE_LOST.value in completed.folder.result["reason"], completed.folder.result
 
-    resumed = resume(BY_NAME["ddp_multinode"], completed.folder)
+    resumed = resume_run(ENTRY_BY_NAME["ddp_multinode"], completed.folder)
     assert re.search(r"resumed from step (4|8|12)\b", resumed.stdout), resumed.stderr
-    assert not differences(completed.folder, undisturbed)
+    assert not find_metric_differences(completed.folder, undisturbed)
     (change,) = completed.folder.result["measured"]["generations"]
     assert change["attempt"] == 1, "the result keeps the changes of the first attempt"
     assert change["lost"] == [1]
@@ -124,8 +133,8 @@ def train_with_and_without_faults(
     name: str, faults: str, settings: Settings, path: Path
 ) -> tuple[RunFolder, RunFolder]:
     """Train a changed experiment on three ranks with faults and on one rank without; the metrics are equal."""
-    undisturbed = train("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
-    folder = train_like(undisturbed.folder, faults, *settings, *THREE, runs=path / "runs", name=name)
+    undisturbed = train_with_faults("", *settings, "processes_per_node=1", runs=path / "undisturbed", name=name)
+    folder = train_and_compare(undisturbed.folder, faults, *settings, *THREE, runs=path / "runs", name=name)
     return folder, undisturbed.folder
 
 
@@ -174,7 +183,7 @@ def test_a_rank_that_is_lost_while_the_others_connect_is_the_only_one_lost(
     faults = f"reduction:1:5:kill,published:{rank}:2:{fault_kind}"
     folder = train_struck(faults, *FOUR, "elastic.timeout=0.5", "elastic.rejoin=0")
     lost, _ = list_lost_and_joined(folder)
-    assert sorted(lost) == sorted([1, rank]), list_changes(folder)
+    assert sorted(lost) == sorted([1, rank]), list_world_changes(folder)
 
 
 def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
@@ -182,9 +191,9 @@ def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undistur
     settings = (data, *FOUR, "elastic.timeout=0.5", "elastic.rejoin=0")
     workers = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
     faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
-    completed = train(faults, *settings, *workers, runs=tmp_path / "runs")
-    assert not differences(completed.folder, undisturbed)
-    assert list_lost_and_joined(completed.folder) == ([1, 2], []), list_changes(completed.folder)
+    completed = train_with_faults(faults, *settings, *workers, runs=tmp_path / "runs")
+    assert not find_metric_differences(completed.folder, undisturbed)
+    assert list_lost_and_joined(completed.folder) == ([1, 2], []), list_world_changes(completed.folder)
 
 
 def test_a_rank_that_is_killed_in_the_middle_of_a_message_is_noticed(tmp_path: Path) -> None:
@@ -205,22 +214,22 @@ def test_a_rank_whose_collective_never_ends_is_lost_and_rejoins(train_struck: Tr
     faults = "reduced:0:5:kill,reduced:1:5:block,begin:2:9:join"
     folder = train_struck(faults, *THREE, "elastic.timeout=0.5")
     lost, joined = list_lost_and_joined(folder)
-    assert sorted(lost) == [0, 1], list_changes(folder)
-    assert 1 in joined, list_changes(folder)
+    assert sorted(lost) == [0, 1], list_world_changes(folder)
+    assert 1 in joined, list_world_changes(folder)
 
 
 def test_too_few_ranks_save_and_are_resumed_with_all(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     settings = (data, *THREE, "elastic.min=3", "checkpoint.every_steps=0")
-    completed = train("reduction:1:9:kill", *settings, runs=tmp_path / "runs", status=75)
+    completed = train_with_faults("reduction:1:9:kill", *settings, runs=tmp_path / "runs", status=75)
     assert [row["global_step"] for row in completed.folder.read_metrics()] == list(range(1, 10))
-    resume(BY_NAME["ddp_multinode"], completed.folder)
-    assert not differences(completed.folder, undisturbed)
+    resume_run(ENTRY_BY_NAME["ddp_multinode"], completed.folder)
+    assert not find_metric_differences(completed.folder, undisturbed)
 
 
 def test_accumulation_windows_are_repeated(data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     settings = (data, "accumulate=2", "precision=fp32")
-    undisturbed = train_alone(tmp_path_factory, *settings, name="amp_accum")
-    train_like(undisturbed, "reduction:0:6:kill", *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings, name="amp_accum")
+    train_and_compare(undisturbed, "reduction:0:6:kill", *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
 
 
 def test_a_step_that_only_some_ranks_have_taken_is_copied(train_struck: TrainStruck) -> None:
@@ -238,19 +247,19 @@ def test_a_step_applied_by_some_ranks_only_leaves_different_models(
 ) -> None:
     settings = (data, *THREE, "checkpoint.every_steps=0")
     faults = "committed:0:9:wait,committed:0:9:fail"
-    completed = train(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+own_state")
-    differing = differences(completed.folder, undisturbed)
+    completed = train_with_faults(faults, *settings, runs=tmp_path / "runs", name="ddp_multinode+local_weights")
+    differing = find_metric_differences(completed.folder, undisturbed)
     assert differing[0].startswith("step 10: loss"), differing
 
 
-@pytest.mark.parametrize("mistake", ["old_mean", "own_shards"])
+@pytest.mark.parametrize("mistake", ["old_mean", "local_shards"])
 def test_a_group_of_fewer_ranks_has_another_sum(
     mistake: str, data: str, undisturbed: RunFolder, tmp_path: Path
 ) -> None:
     """Divided by the number of ranks at the start, or without the samples of the lost rank."""
     name = f"ddp_multinode+{mistake}"
-    completed = train("begin:1:9:kill", data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs", name=name)
-    differing = differences(completed.folder, undisturbed)
+    completed = train_with_faults("begin:1:9:kill", data, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs", name=name)
+    differing = find_metric_differences(completed.folder, undisturbed)
     assert differing[0].startswith("step 9: loss"), differing
 
 

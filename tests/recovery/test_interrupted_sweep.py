@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from common.runs.folder import RunFolder, read_json
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 
 SETTINGS = {
     "width": "8", "batch": "64", "steps": "300", "epochs": "5", "log.progress": "none", "data.name": "digits",
@@ -28,18 +28,18 @@ def test_an_interrupted_sweep_is_resumed(tmp_path: Path, cache: Path) -> None:
     definition = {"experiment": "mnist_pipeline", "grid": {"seed": ["1", "2"]}, "settings": settings}
     sweep_file.write_text(yaml.safe_dump(definition))
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", "--", str(sweep_file)]
-    sweep = warm.Command(argv, env=environment(), session=True)
+    sweep = execution.Command(argv, env=make_environment(), new_session=True)
     deadline = time.monotonic() + 120
     while not list(runs.glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):
         assert time.monotonic() < deadline
         assert sweep.poll() is None
         time.sleep(0.1)
     os.killpg(sweep.pid, signal.SIGINT)
-    assert sweep.wait(120) == 130, sweep.err
+    assert sweep.wait(120) == 130, sweep.stderr
     (interrupted,) = read_json(record)["cells"]
     assert interrupted["state"] in ("cancelled", "finished")
 
-    warm.execute(argv, env=environment(), timeout=250, status=0)
+    execution.execute_command(argv, env=make_environment(), timeout=250, status=0)
     cells = read_json(record)["cells"]
     assert len(cells) == 2
     assert cells[0]["run"] == interrupted["run"]

@@ -15,40 +15,66 @@ import pytest
 from common.checkpoint import storage
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
-from tests.harness.commands.processes import PATIENCE, Settings, command, environment, processes_of, run, wait_until
-from tests.harness.commands.warm import Command
-from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
-from tests.harness.runs.long_runs import ENDLESS, check_hanging_rank, check_notice, only_folder, ranks_of, train_long
-from tests.harness.runs.resuming import check_notice_in_evaluation
+from tests.harness.commands.execution import Command
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    Settings,
+    find_processes,
+    get_only_run,
+    make_environment,
+    make_run_command,
+    run_experiment,
+    wait_until,
+)
+from tests.harness.experiments.registry import (
+    ENTRIES,
+    ENTRY_BY_NAME,
+    REPLICATED_ENTRY,
+    STAGED_ENTRY,
+    TRAINING_ENTRIES,
+    Entry,
+)
+from tests.harness.runs.long_runs import (
+    ENDLESS_SETTINGS,
+    check_hanging_rank,
+    check_stop_request,
+    list_rank_pids,
+    start_long_run,
+)
+from tests.harness.runs.resuming import check_stop_request_in_evaluation
 
-NOTICES = [(STAGED, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
-NOTICES += [(entry, signal.SIGUSR2) for entry in EXPERIMENTS if entry not in (STAGED, REPLICATED)]
+NOTICES = [(STAGED_ENTRY, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
+NOTICES += [(entry, signal.SIGUSR2) for entry in ENTRIES if entry not in (STAGED_ENTRY, REPLICATED_ENTRY)]
 
 
 @pytest.mark.parametrize("entry, number", NOTICES, ids=lambda value: value.name)
 def test_a_run_that_gets_a_stop_request_saves_and_exits(
     entry: Entry, number: signal.Signals, tmp_path: Path, quick: Settings
 ) -> None:
-    check_notice(entry, number, quick, tmp_path)
+    check_stop_request(entry, number, quick, tmp_path)
 
 
-@pytest.mark.parametrize("entry", [REPLICATED, BY_NAME["resnet_modelparallel"]], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry", [REPLICATED_ENTRY, ENTRY_BY_NAME["resnet_modelparallel"]], ids=lambda entry: entry.name
+)
 def test_a_hanging_rank_is_named(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     check_hanging_rank(entry, quick, tmp_path)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in TRAINING if entry != STAGED], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in TRAINING_ENTRIES if entry != STAGED_ENTRY], ids=lambda entry: entry.name
+)
 def test_a_stop_request_in_an_evaluation_saves_the_state_before_it(
     entry: Entry, tmp_path: Path, digits: Settings
 ) -> None:
-    check_notice_in_evaluation(entry, digits, tmp_path)
+    check_stop_request_in_evaluation(entry, digits, tmp_path)
 
 
 def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: Settings) -> None:
-    with train_long(STAGED.name, *quick, *ENDLESS, runs=tmp_path) as process:
-        folder = only_folder(tmp_path)
+    with start_long_run(STAGED_ENTRY.name, *quick, *ENDLESS_SETTINGS, runs=tmp_path) as process:
+        folder = get_only_run(tmp_path)
         assert cancel.cancel_run(folder).startswith("canceled process ")
-        process.communicate(PATIENCE)
+        process.communicate(WAIT_TIMEOUT)
     assert process.returncode == EXIT_RESUMABLE
     assert storage.list_resumable_checkpoints(folder)
     assert status.read_state(folder)[0] == "CANCELLED"
@@ -64,29 +90,29 @@ def test_a_cancelled_run_saves_and_reports_it(tmp_path: Path, quick: Settings) -
 
 def test_a_run_that_is_interrupted_twice_ends_at_once(tmp_path: Path, quick: Settings) -> None:
     limits = ("checkpoint.grace=600", "launch.step_timeout=600")
-    with train_long(STAGED.name, *quick, *ENDLESS, *limits, runs=tmp_path) as process:
-        os.kill(ranks_of(process)[1], signal.SIGSTOP)  # prevents that a checkpoint is saved
+    with start_long_run(STAGED_ENTRY.name, *quick, *ENDLESS_SETTINGS, *limits, runs=tmp_path) as process:
+        os.kill(list_rank_pids(process)[1], signal.SIGSTOP)  # prevents that a checkpoint is saved
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(PATIENCE)  # less than the grace time and the step timeout
+        _, err = process.communicate(WAIT_TIMEOUT)  # less than the grace time and the step timeout
         assert process.returncode == 128 + signal.SIGINT
         assert "stopped by Ctrl-C" in err
         assert "Traceback" not in err
-        assert not processes_of(str(tmp_path))
+        assert not find_processes(str(tmp_path))
 
 
 def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(tmp_path: Path, quick: Settings) -> None:
-    settings = (*quick, *ENDLESS, "checkpoint.grace=2", "launch.step_timeout=600")
-    with train_long(REPLICATED.name, *settings, runs=tmp_path) as process:
-        os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    settings = (*quick, *ENDLESS_SETTINGS, "checkpoint.grace=2", "launch.step_timeout=600")
+    with start_long_run(REPLICATED_ENTRY.name, *settings, runs=tmp_path) as process:
+        os.kill(list_rank_pids(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        process.communicate(PATIENCE)
+        process.communicate(WAIT_TIMEOUT)
         assert process.returncode not in (0, EXIT_RESUMABLE)
-        log = only_folder(tmp_path).list_attempts()[0].log_file(0).read_text()
+        log = get_only_run(tmp_path).list_attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
-        assert not processes_of(str(tmp_path))
+        assert not find_processes(str(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
@@ -94,16 +120,18 @@ def test_a_stop_request_while_data_are_prepared_leaves_no_partial_files(number: 
     cache = tmp_path / "cache"
     runs = tmp_path / "runs"
     settings = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
-    process = Command(command(STAGED.name, *settings, runs=runs), env=environment(), session=True)
+    process = Command(
+        make_run_command(STAGED_ENTRY.name, *settings, runs=runs), env=make_environment(), new_session=True
+    )
     wait_until(lambda: list(cache.glob(".digits-*")), "the run prepares its data", pause=0.002)
     process.send_signal(number)
-    out, err = process.communicate(PATIENCE)
+    out, err = process.communicate(WAIT_TIMEOUT)
     expected_status = 128 + number if number == signal.SIGINT else -number
     assert process.returncode == expected_status
     assert "Traceback" not in err
     assert not runs.exists(), out + err
     assert not list(cache.glob("digits-*")), out + err
-    assert not processes_of(str(tmp_path)), out + err
-    completed = run(STAGED.name, *settings, runs=runs)
-    assert len(completed.losses) == 3, completed.err
+    assert not find_processes(str(tmp_path)), out + err
+    completed = run_experiment(STAGED_ENTRY.name, *settings, runs=runs)
+    assert len(completed.losses) == 3, completed.stderr
     assert not list(cache.glob(".digits-*")), "the next preparation deletes partial files"

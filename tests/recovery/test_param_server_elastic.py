@@ -11,10 +11,17 @@ import pytest
 from common.runs.folder import RunFolder
 from common.techniques.elastic.member import STUCK_REASON
 from tests.harness.commands.processes import Settings
-from tests.harness.elastic.runs import differences, list_changes, list_lost_and_joined, train, train_alone, train_like
-from tests.harness.experiments.registry import BY_NAME
+from tests.harness.elastic.faulty_runs import (
+    find_metric_differences,
+    list_lost_and_joined,
+    list_world_changes,
+    train_and_compare,
+    train_on_one_rank,
+    train_with_faults,
+)
+from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.ranks.programs import execute_program
-from tests.harness.runs.resuming import resume
+from tests.harness.runs.resuming import resume_run
 
 NAME = "param_server"
 STEP = {"evaluation": 10, "save": 8}  # an epoch has 10 steps, and every fourth step is saved
@@ -43,9 +50,9 @@ def train_struck(settings: Settings, tmp_path: Path, tmp_path_factory: pytest.Te
     """Train with faults and elastic settings, and check that the run equals an undisturbed one without them."""
 
     def train_with_faults(faults: str, *elastic_settings: str, common: Settings = ()) -> RunFolder:
-        undisturbed = train_alone(tmp_path_factory, *settings, *common, name=NAME)
+        undisturbed = train_on_one_rank(tmp_path_factory, *settings, *common, name=NAME)
         all_settings = (*settings, *common, *elastic_settings)
-        return train_like(undisturbed, faults, *all_settings, runs=tmp_path / "runs", name=NAME)
+        return train_and_compare(undisturbed, faults, *all_settings, runs=tmp_path / "runs", name=NAME)
 
     return train_with_faults
 
@@ -61,7 +68,7 @@ def test_each_worker_may_be_killed_at_each_point(
 ) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
     folder = train_struck(fault, *THREE, f"servers={servers}", "elastic.rejoin=0")
-    assert list_changes(folder) == [([rank], [])], fault
+    assert list_world_changes(folder) == [([rank], [])], fault
 
 
 def test_frozen_and_killed_workers_are_lost_and_rejoin(train_struck: TrainStruck) -> None:
@@ -70,16 +77,16 @@ def test_frozen_and_killed_workers_are_lost_and_rejoin(train_struck: TrainStruck
     elastic = ("processes_per_node=4", "servers=1", "elastic=true", "elastic.timeout=0.5")
     folder = train_struck(faults, *elastic, common=ADAM)
     lost, joined = list_lost_and_joined(folder)
-    assert lost[0] == 3, list_changes(folder)
-    assert sorted(lost) == [1, 2, 3], list_changes(folder)
-    assert sorted(joined) == [1, 2, 3], list_changes(folder)
+    assert lost[0] == 3, list_world_changes(folder)
+    assert sorted(lost) == [1, 2, 3], list_world_changes(folder)
+    assert sorted(joined) == [1, 2, 3], list_world_changes(folder)
 
 
 def test_a_push_that_only_some_servers_have_is_dropped_there(train_struck: TrainStruck) -> None:
     """A worker is killed a second after it pushed to one of two servers, which then has all pushes."""
     faults = "push to 1:2:9:wait,push to 1:2:9:kill"
     folder = train_struck(faults, *THREE, "servers=2", "elastic.rejoin=0")
-    assert list_changes(folder) == [([2], [])]
+    assert list_world_changes(folder) == [([2], [])]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -106,17 +113,17 @@ def test_a_lost_server_ends_the_run_which_is_resumed_from_a_checkpoint(
 ) -> None:
     """Killed, frozen, or in a collective that does not end after a worker is lost, or before, on a busy machine."""
     elastic = (*THREE, "servers=2", "elastic.timeout=0.5", "elastic.rejoin=0", "launch.step_timeout=15")
-    completed = train(faults, *settings, *elastic, runs=tmp_path / "runs", name=NAME, status=137)
-    assert f"rank {rank} (pid" in completed.err, completed.err
-    assert "the run cannot continue" in completed.err, completed.err
-    assert reason in completed.err, completed.err
-    assert reason in completed.folder.result["reason"], completed.err
+    completed = train_with_faults(faults, *settings, *elastic, runs=tmp_path / "runs", name=NAME, status=137)
+    assert f"rank {rank} (pid" in completed.stderr, completed.stderr
+    assert "the run cannot continue" in completed.stderr, completed.stderr
+    assert reason in completed.stderr, completed.stderr
+    assert reason in completed.folder.result["reason"], completed.stderr
     steps = [row["global_step"] for row in completed.folder.read_metrics() if "loss" in row]
     assert steps[-1] >= 8
 
-    resumed = resume(BY_NAME[NAME], completed.folder)
+    resumed = resume_run(ENTRY_BY_NAME[NAME], completed.folder)
     assert "resumed from step 8" in resumed.stdout, resumed.stderr
-    assert not differences(completed.folder, train_alone(tmp_path_factory, *settings, name=NAME))
+    assert not find_metric_differences(completed.folder, train_on_one_rank(tmp_path_factory, *settings, name=NAME))
 
 
 @pytest.mark.parametrize("side", ["server", "worker", "sender", "all"])

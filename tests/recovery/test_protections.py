@@ -16,9 +16,18 @@ from common.checkpoint import storage
 from common.runs import claims
 from common.runs.folder import RunFolder, write_atomic
 from common.system.exit_status import EXIT_RESUMABLE
-from tests.harness.commands.processes import PATIENCE, Settings, environment, processes_of, run, wait_until
-from tests.harness.commands.warm import ROOT, Command, end_session
-from tests.harness.runs.long_runs import only_folder, ranks_of
+from tests.harness.commands.execution import Command, kill_session
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    Settings,
+    find_processes,
+    get_only_run,
+    make_environment,
+    run_experiment,
+    wait_until,
+)
+from tests.harness.repository import ROOT
+from tests.harness.runs.long_runs import list_rank_pids
 
 STEPS = 600
 LENGTH = ("stages=1", "microbatches=1", f"steps={STEPS}", "epochs=100", "launch.threads=1")
@@ -28,14 +37,14 @@ SAVING = ("checkpoint.every_steps=100", "checkpoint.every_seconds=0", "log.secon
 @contextlib.contextmanager
 def started(*settings: str, without: str = "") -> Iterator[Command]:
     """Start mnist_pipeline in a new process group, without a protection."""
-    argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", without]
+    argv = [sys.executable, "-m", "tests.harness.runs.disabled_protection", without]
     argv += [str(ROOT / "experiments" / "mnist_pipeline.py"), *settings]
-    process = Command(argv, env=environment(), session=True)
+    process = Command(argv, env=make_environment(), new_session=True)
     try:
         yield process
     finally:
-        end_session(process.pid)
-        process.wait(PATIENCE)
+        kill_session(process.pid)
+        process.wait(WAIT_TIMEOUT)
 
 
 def count_rows(runs: Path) -> int:
@@ -60,7 +69,7 @@ def test_an_attempt_that_was_frozen_stops_if_another_one_took_over(
 ) -> None:
     """As a disconnected host: the scheduler considers it dead and starts the run on another one."""
     settings = (*digits, *LENGTH, *SAVING)
-    undisturbed = run("mnist_pipeline", *settings, runs=tmp_path / "undisturbed")
+    undisturbed = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "undisturbed")
     expected = losses(undisturbed.folder)
     assert [step for step, _ in expected] == list(range(1, STEPS + 1))
 
@@ -68,15 +77,15 @@ def test_an_attempt_that_was_frozen_stops_if_another_one_took_over(
     with started(f"runs={runs}", *settings, without=without) as frozen:
         wait_until(lambda: count_rows(runs) > 150, "the first attempt trains")
         os.killpg(frozen.pid, signal.SIGSTOP)
-        folder = only_folder(runs)
+        folder = get_only_run(runs)
         assert not folder.result
         hide_process(folder)
         with started("--resume", str(folder.path), without=without) as successor:
-            output, errors = successor.communicate(PATIENCE)
+            output, errors = successor.communicate(WAIT_TIMEOUT)
             assert successor.returncode == 0, output + errors
         final_result = folder.result
         os.killpg(frozen.pid, signal.SIGCONT)
-        _, errors = frozen.communicate(PATIENCE)
+        _, errors = frozen.communicate(WAIT_TIMEOUT)
     if without:
         assert losses(folder) != expected
         steps = [step for step, _ in losses(folder)]
@@ -95,11 +104,11 @@ def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: Setti
     saving = ("checkpoint.every_seconds=0", "checkpoint.grace=30", "transport=network")
     with started(f"runs={tmp_path}", *settings, *saving, without=without) as process:
         wait_until(lambda: count_rows(tmp_path) > 100, "the run trains")
-        folder = only_folder(tmp_path)
-        last_rank = max(ranks_of(process))
+        folder = get_only_run(tmp_path)
+        last_rank = max(list_rank_pids(process))
         request_time = time.monotonic()
         os.kill(last_rank, signal.SIGUSR2)
-        _, errors = process.communicate(PATIENCE)
+        _, errors = process.communicate(WAIT_TIMEOUT)
         seconds_to_end = time.monotonic() - request_time
     saved_steps = [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)]
     if without:
@@ -111,4 +120,4 @@ def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: Setti
         assert process.returncode == EXIT_RESUMABLE, errors
         last_step, _ = losses(folder)[-1]
         assert saved_steps == [last_step], "a step is lost"
-    wait_until(lambda: not processes_of(str(tmp_path)), "no process is left")
+    wait_until(lambda: not find_processes(str(tmp_path)), "no process is left")

@@ -12,30 +12,32 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of
-from tests.harness.environment.randomness import open_stream
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment
+from tests.harness.environment.randomness import create_random
 from tests.harness.runs import random_stops
-from tests.harness.runs.random_stops import Trial, trials
+from tests.harness.runs.random_stops import Trial, execute_trials
 
 
 def test_a_run_that_is_stopped_at_any_moment_loses_nothing(tmp_path: Path) -> None:
-    finished_trials = trials(images=600, moments=1, draw=open_stream("moments"), scratch=tmp_path)
-    assert not [trial.line() for trial in finished_trials if trial.problem]
+    finished_trials = execute_trials(
+        image_count=600, moments=1, random_stream=create_random("moments"), scratch=tmp_path
+    )
+    assert not [trial.format_line() for trial in finished_trials if trial.problem]
 
 
 def test_a_failed_trial_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def start(root: Path, place: Path, *, real: bool) -> warm.Command:
-        return warm.Command(["sleep", "60"], env=environment(MARK=str(place)), real=True)
+    def start(images: Path, folder: Path) -> execution.Command:
+        return execution.Command(["sleep", "60"], env=make_environment(MARK=str(folder)), real_process=True)
 
-    def stop(process: warm.Command, trial: Trial) -> None:
+    def stop(process: execution.Command, trial: Trial) -> None:
         raise OSError("of the run\nno space left")
 
-    monkeypatch.setattr(random_stops, "start", start)
-    monkeypatch.setattr(random_stops, "stop", stop)
-    monkeypatch.setattr(random_stops, "run_to_the_end", lambda root, place: (RunFolder(place), 0.01))
+    monkeypatch.setattr(random_stops, "start_run", start)
+    monkeypatch.setattr(random_stops, "stop_run", stop)
+    monkeypatch.setattr(random_stops, "run_uninterrupted", lambda images, folder: (RunFolder(folder), 0.01))
     monkeypatch.setattr(tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["random_moments", "--images=12", "--moments=1"])
     assert random_stops.main() == 1
@@ -44,4 +46,4 @@ def test_a_failed_trial_does_not_affect_the_next_one(
     assert reports_failure == [False, True, True, False, False]
     assert lines[3].startswith("2 trials: 2 different or failed")
     assert str(tmp_path) in lines[4]
-    assert not processes_of(str(tmp_path)), "a process of a failed trial is left"
+    assert not find_processes(str(tmp_path)), "a process of a failed trial is left"

@@ -15,31 +15,37 @@ import pytest
 from common.checkpoint import storage
 from common.runs import provenance
 from slurm.reports.status import read_status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Settings, environment, execute_verb, run
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import Settings, execute_verb, get_only_run, make_environment, run_experiment
 from tests.harness.environment.randomness import draw_cases
-from tests.harness.experiments.registry import ARCHETYPES, EXPERIMENTS, REPLICATED, STAGED, TRAINING, Entry
-from tests.harness.runs.long_runs import only_folder
+from tests.harness.experiments.registry import (
+    ARCHETYPE_ENTRIES,
+    ENTRIES,
+    REPLICATED_ENTRY,
+    STAGED_ENTRY,
+    TRAINING_ENTRIES,
+    Entry,
+)
+from tests.harness.repository import ROOT
 from tests.harness.runs.resuming import (
-    ALONE,
-    STEPS,
-    check_that_it_goes_on,
-    cut_off,
-    differences,
-    numbers,
-    resume,
-    trained_steps,
-    whole_run,
+    ONE_THREAD,
+    TOTAL_STEPS,
+    check_resume,
+    copy_as_interrupted,
+    find_differences,
+    list_trained_steps,
+    read_compared_rows,
+    resume_run,
+    train_uninterrupted,
 )
 
-training = pytest.mark.parametrize("entry", TRAINING, ids=lambda entry: entry.name)
-archetype = pytest.mark.parametrize("entry", ARCHETYPES, ids=lambda entry: entry.name)
-WORLDS = [(entry, 2) for entry in EXPERIMENTS if entry not in ARCHETYPES]
-WORLDS += itertools.product(ARCHETYPES, (1, 3, 4))
+training = pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
+archetype = pytest.mark.parametrize("entry", ARCHETYPE_ENTRIES, ids=lambda entry: entry.name)
+WORLDS = [(entry, 2) for entry in ENTRIES if entry not in ARCHETYPE_ENTRIES]
+WORLDS += itertools.product(ARCHETYPE_ENTRIES, (1, 3, 4))
 OTHER_SETTINGS: list[tuple[Entry, tuple[str, ...]]] = []
-for experiment in EXPERIMENTS:
-    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.others]
+for experiment in ENTRIES:
+    OTHER_SETTINGS += [(experiment, settings) for settings in experiment.resume_variants]
 
 
 def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
@@ -52,46 +58,50 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
 def test_a_resumed_run_is_bitwise_equal(
     entry: Entry, ranks: int, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    uninterrupted = whole_run(tmp_path_factory, quick, entry, ranks)
-    assert len(trained_steps(uninterrupted.folder)) == STEPS
-    real = ranks == 3 and entry == STAGED  # the command as a user executes it
-    check_that_it_goes_on(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real=real)
+    uninterrupted = train_uninterrupted(tmp_path_factory, quick, entry, ranks)
+    assert len(list_trained_steps(uninterrupted.folder)) == TOTAL_STEPS
+    real = ranks == 3 and entry == STAGED_ENTRY  # the command as a user executes it
+    check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=real)
 
 
 @pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 9), ids=make_id)
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: Settings, tmp_path: Path, quick: Settings
 ) -> None:
-    uninterrupted = run(entry.name, *quick, ALONE, "steps=15", *settings, runs=tmp_path / "uninterrupted")
-    check_that_it_goes_on(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
+    uninterrupted = run_experiment(
+        entry.name, *quick, ONE_THREAD, "steps=15", *settings, runs=tmp_path / "uninterrupted"
+    )
+    check_resume(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
 
 @training
 def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
     entry: Entry, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    uninterrupted = whole_run(tmp_path_factory, quick, entry, 2)
-    folder = cut_off(uninterrupted.folder, STEPS, tmp_path)
+    uninterrupted = train_uninterrupted(tmp_path_factory, quick, entry, 2)
+    folder = copy_as_interrupted(uninterrupted.folder, TOTAL_STEPS, tmp_path)
     assert len(folder.read_metrics()) < len(uninterrupted.folder.read_metrics())
-    resumed = resume(entry, folder)
-    assert numbers(folder) == numbers(uninterrupted.folder)
+    resumed = resume_run(entry, folder)
+    assert read_compared_rows(folder) == read_compared_rows(uninterrupted.folder)
     assert folder.result["scores"] == uninterrupted.folder.result["scores"]
     assert "not measured: this attempt trained 0 steps" in resumed.stdout
     assert "timings" not in folder.result
     assert read_status(folder).samples_per_second > 0, "the speed of the first attempt"
 
 
-@pytest.mark.parametrize("entry", [entry for entry in TRAINING if not entry.keeps_ranks], ids=lambda entry: entry.name)
+@pytest.mark.parametrize(
+    "entry", [entry for entry in TRAINING_ENTRIES if not entry.fixes_rank_count], ids=lambda entry: entry.name
+)
 def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     """Interrupted in both epochs: started by two ranks, resumed by one, and then by two."""
     steps = 20
     small = ("model=mlp",) if entry.name == "amp_accum" else ()
-    settings = (*quick, "dtype=float64", ALONE, f"steps={steps}", *small)
-    uninterrupted = run(entry.name, *settings, *entry.spread(2), runs=tmp_path / "uninterrupted")
+    settings = (*quick, "dtype=float64", ONE_THREAD, f"steps={steps}", *small)
+    uninterrupted = run_experiment(entry.name, *settings, *entry.make_rank_settings(2), runs=tmp_path / "uninterrupted")
     folder = uninterrupted.folder
     for before, after, step in ((2, 1, 9), (1, 2, 15)):
-        folder = cut_off(folder, step, tmp_path / str(step))
-        resumed = resume(entry, folder, *entry.spread(after))
+        folder = copy_as_interrupted(folder, step, tmp_path / str(step))
+        resumed = resume_run(entry, folder, *entry.make_rank_settings(after))
         assert f"resumed from step {step}" in resumed.stdout
         assert f"saved by {before} rank" in resumed.stdout
         losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
@@ -103,7 +113,7 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(entry: Entry, tmp_
 def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")
     length = ("epochs=8", "steps=0", "optim.lr=0.3")
-    completed = run(entry.name, *quick, *entry.spread(2), *saving, *length, runs=tmp_path)
+    completed = run_experiment(entry.name, *quick, *entry.make_rank_settings(2), *saving, *length, runs=tmp_path)
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert len(evaluations) == 8
     best_step = min(evaluations, key=lambda row: row["test_loss"])["global_step"]
@@ -116,21 +126,21 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: P
 
 def test_without_settled_buckets_a_resumed_run_differs(tmp_path: Path, quick: Settings) -> None:
     """DDP regroups its buckets in the first steps; four ranks then round differently."""
-    script = str(ROOT / "experiments" / f"{REPLICATED.name}.py")
+    script = str(ROOT / "experiments" / f"{REPLICATED_ENTRY.name}.py")
     runs = tmp_path / "uninterrupted"
-    argv = [sys.executable, "-m", "tests.harness.runs.dropped_protection", "settling", script]
-    settings = [*quick, *REPLICATED.spread(4), f"runs={runs}"]
-    warm.execute([*argv, *settings], env=environment(), status=0)
-    uninterrupted = only_folder(runs)
-    folder = cut_off(uninterrupted, 9, tmp_path / "cut")
-    resume(REPLICATED, folder, careless="settling")
-    assert differences(folder, uninterrupted)
+    argv = [sys.executable, "-m", "tests.harness.runs.disabled_protection", "bucket_warm_up", script]
+    settings = [*quick, *REPLICATED_ENTRY.make_rank_settings(4), f"runs={runs}"]
+    execution.execute_command([*argv, *settings], env=make_environment(), status=0)
+    uninterrupted = get_only_run(runs)
+    folder = copy_as_interrupted(uninterrupted, 9, tmp_path / "cut")
+    resume_run(REPLICATED_ENTRY, folder, disabled_protection="bucket_warm_up")
+    assert find_differences(folder, uninterrupted)
 
 
 def test_make_exp_resumes_with_the_code_of_the_run(
     tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    folder = cut_off(whole_run(tmp_path_factory, quick, STAGED, 2).folder, 9, tmp_path)
+    folder = copy_as_interrupted(train_uninterrupted(tmp_path_factory, quick, STAGED_ENTRY, 2).folder, 9, tmp_path)
     script = folder.path / "code" / "experiments" / "mnist_pipeline.py"
     script.write_text(script.read_text().replace("\nif __name__", "\nprint('code of the first start')\nif __name__"))
     (folder.path / "code" / provenance.CHECKSUMS).unlink()
@@ -143,7 +153,7 @@ def test_make_exp_resumes_with_the_code_of_the_run(
     assert "resumed with settings that differ from config.yaml: stages 2 -> 1\n" in resumed.stdout
     changed = json.loads((folder.list_attempts()[-1].attempt_folder / "changed.json").read_text())
     assert changed == {"stages": ["2", "1"]}
-    assert trained_steps(folder) == list(range(1, STEPS + 1))
+    assert list_trained_steps(folder) == list(range(1, TOTAL_STEPS + 1))
 
     resumed_again = execute_verb(*arguments, status=0)
     assert "is finished" in resumed_again.stdout

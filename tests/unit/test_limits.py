@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 FOLDERS = ("common", "slurm", "experiments", "configs")
 MAX_FILE_LINES = 400

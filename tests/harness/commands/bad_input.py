@@ -1,4 +1,4 @@
-"""Users' mistakes and full or read-only disks: a command in a new folder, and the expected message."""
+"""Cases of invalid settings and of full or read-only disks: a run in a new folder, and the expected message."""
 
 from __future__ import annotations
 
@@ -14,204 +14,246 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import Done, environment, processes_of
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.processes import FinishedRun, find_processes, make_environment
+from tests.harness.repository import ROOT
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A run with a mistake, or on a bad disk. In `words` and `parts`, {place} is the case's folder."""
+class BadInputCase:
+    """A run with a mistake, or on a bad disk.
+
+    In `arguments` and `message_parts`, {folder} is the folder of the case.
+    """
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     """The arguments of the run."""
-    parts: tuple[str, ...]
+    message_parts: tuple[str, ...]
     """Parts of the error message, or of the output if the run succeeds."""
-    status: int = 2
-    setup: Callable[[Path, Path], None] = lambda place, cache: None
+    exit_status: int = 2
+    prepare_folder: Callable[[Path, Path], None] = lambda folder, cache: None
     """Prepares the folder; the second argument is the cache with the prepared digits."""
-    disk: str = ""
+    disk_script: str = ""
     """Shell lines that call `run` and may mount a disk at ./disk, such as a full or a read-only one."""
     env: tuple[tuple[str, str], ...] = ()
-    fast: bool = True
+    uses_digits: bool = True
     """Whether the run trains on the prepared digits."""
     experiment: str = "mnist_pipeline"
     remedy: str = ""
     """Part of another line of a failed run's output."""
 
 
-def file(name: str, text: str) -> Callable[[Path, Path], None]:
-    def setup(place: Path, cache: Path) -> None:
-        (place / name).write_text(text)
+def make_file_writer(name: str, text: str) -> Callable[[Path, Path], None]:
+    """Return a function that writes a file into the folder of a case."""
 
-    return setup
+    def write_file(folder: Path, cache: Path) -> None:
+        (folder / name).write_text(text)
+
+    return write_file
 
 
 # ---- settings
 
 
-def settings(name: str, *arguments: str, parts: tuple[str, ...]) -> Case:
-    return Case(name, arguments, parts)
-
-
-SETTINGS = [
-    settings("unknown key", "epoch=3", parts=("unknown key epoch", "did you mean epochs?")),
-    settings("unknown group", "optm.lr=1", parts=("unknown key optm.lr", "did you mean optim.lr?")),
-    settings("elastic stages", "elastic=true", parts=("unknown key elastic", "resumes from its last checkpoint")),
-    settings("wrong type", "batch=many", parts=("batch=many", "int >= 1")),
-    settings("a float for an int", "batch=1.5", parts=("batch=1.5", "int >= 1")),
-    settings("number without end", "seed=" + "9" * 5000, parts=("seed=9", "expected an integer")),
-    settings("not a number", "optim.lr=nan", parts=("optim.lr=nan", "float from 0 to 100")),
-    settings("no such optimizer", "optim.name=sdg", parts=("optim.name=sdg", "sgd, adam, adamw, lars, lamb or FILE")),
-    settings(
-        "no file of an optimizer", "optim.name=no.py:Own", parts=("optim.name=no.py:Own", "existing FILE.py:Class")
+SETTINGS_CASES = [
+    BadInputCase("unknown key", ("epoch=3",), ("unknown key epoch", "did you mean epochs?")),
+    BadInputCase("unknown group", ("optm.lr=1",), ("unknown key optm.lr", "did you mean optim.lr?")),
+    BadInputCase("elastic stages", ("elastic=true",), ("unknown key elastic", "resumes from its last checkpoint")),
+    BadInputCase("wrong type", ("batch=many",), ("batch=many", "int >= 1")),
+    BadInputCase("a float for an int", ("batch=1.5",), ("batch=1.5", "int >= 1")),
+    BadInputCase("number without end", ("seed=" + "9" * 5000,), ("seed=9", "expected an integer")),
+    BadInputCase("not a number", ("optim.lr=nan",), ("optim.lr=nan", "float from 0 to 100")),
+    BadInputCase("no such optimizer", ("optim.name=sdg",), ("optim.name=sdg", "sgd, adam, adamw, lars, lamb or FILE")),
+    BadInputCase(
+        "no file of an optimizer", ("optim.name=no.py:Own",), ("optim.name=no.py:Own", "existing FILE.py:Class")
     ),
-    settings("no file of a decay", "optim.decay=no.py:f", parts=("optim.decay=no.py:f", "existing FILE.py:function")),
-    settings("no such decay", "optim.decay=sine", parts=("optim.decay=sine", "linear, cosine, constant, step or FILE")),
+    BadInputCase("no file of a decay", ("optim.decay=no.py:f",), ("optim.decay=no.py:f", "existing FILE.py:function")),
+    BadInputCase(
+        "no such decay", ("optim.decay=sine",), ("optim.decay=sine", "linear, cosine, constant, step or FILE")
+    ),
     *(
-        settings(f"{key}=0", f"{key}=0", parts=(f"{key}=0: out of range; allowed: int ",))
+        BadInputCase(f"{key}=0", (f"{key}=0",), (f"{key}=0: out of range; allowed: int ",))
         for key in ("batch", "stages", "microbatches", "epochs", "eval_batch", "launch.nodes", "stages_per_process")
     ),
-    settings("negative steps", "steps=-1", parts=("steps=-1", "int >= 0")),
-    settings("more stages than layers", "stages=4", parts=("stages=4", "3 layers", "at most 3")),
-    settings("microbatches that do not divide", "microbatches=5", parts=("batch=64", "microbatches=4 or 8")),
-    settings("more microbatches than samples", "batch=4", "microbatches=8", parts=("microbatches=4",)),
-    settings("batch above the set", "batch=60001", "microbatches=1", parts=("60000 training samples",)),
-    *(settings(f"no {key}", f"{key}=", parts=(f"{key}= must not be empty",)) for key in ("runs", "data.cache")),
-    settings("huge batch", f"batch={10**12}", parts=("60000 training samples",)),
-    settings("no word", "--frobnicate", parts=("'--frobnicate'", "usage")),
-    settings("control characters", "'runs=a\nb'", parts=("runs=", "control characters")),
-    settings("project that W&B rejects", "wandb.project=a/b", parts=("wandb.project=a/b", "128")),
-    settings("empty tag", "wandb.tags=[a,,b]", parts=("wandb.tags", "1 to 64")),
-    settings("no such --config", "--config=nowhere.yaml", parts=("nowhere.yaml", "configuration file not found")),
-    settings("--config is a folder", "--config=/", parts=("/: cannot be read",)),
-    dataclasses.replace(
-        settings("WANDB_MODE unknown", parts=("auto, online, offline, disabled, got sometimes",)),
+    BadInputCase("negative steps", ("steps=-1",), ("steps=-1", "int >= 0")),
+    BadInputCase("more stages than layers", ("stages=4",), ("stages=4", "3 layers", "at most 3")),
+    BadInputCase("microbatches that do not divide", ("microbatches=5",), ("batch=64", "microbatches=4 or 8")),
+    BadInputCase("more microbatches than samples", ("batch=4", "microbatches=8"), ("microbatches=4",)),
+    BadInputCase("batch above the set", ("batch=60001", "microbatches=1"), ("60000 training samples",)),
+    *(BadInputCase(f"no {key}", (f"{key}=",), (f"{key}= must not be empty",)) for key in ("runs", "data.cache")),
+    BadInputCase("huge batch", (f"batch={10**12}",), ("60000 training samples",)),
+    BadInputCase("no word", ("--frobnicate",), ("'--frobnicate'", "usage")),
+    BadInputCase("control characters", ("'runs=a\nb'",), ("runs=", "control characters")),
+    BadInputCase("project that W&B rejects", ("wandb.project=a/b",), ("wandb.project=a/b", "128")),
+    BadInputCase("empty tag", ("wandb.tags=[a,,b]",), ("wandb.tags", "1 to 64")),
+    BadInputCase("no such --config", ("--config=nowhere.yaml",), ("nowhere.yaml", "configuration file not found")),
+    BadInputCase("--config is a folder", ("--config=/",), ("/: cannot be read",)),
+    BadInputCase(
+        "WANDB_MODE unknown",
+        (),
+        ("auto, online, offline, disabled, got sometimes",),
         env=(("WANDB_MODE", "sometimes"),),
     ),
 ]
 
-BAD_VALUES = [
-    *(case.words[0] for case in SETTINGS if len(case.words) == 1 and re.fullmatch(r"[a-z_.]+=.*", case.words[0])),
-    *("data.name=..", "runs=/proc/x", "width=1e9", "schedule=no.py:f", "optim={a: 1}", "seed=[1, 2]", "x: {"),
-]
-"""Lines for a configuration file: `key=value`, and one that is not YAML."""
+
+def list_single_settings() -> list[str]:
+    """Return the setting of each case that has only one argument, `key=value`."""
+    settings = []
+    for case in SETTINGS_CASES:
+        if len(case.arguments) == 1 and re.fullmatch(r"[a-z_.]+=.*", case.arguments[0]):
+            settings.append(case.arguments[0])
+    return settings
+
+
+OTHER_BAD_CONFIG_LINES = (
+    *("data.name=..", "runs=/proc/x", "width=1e9", "schedule=no.py:f", "optim={a: 1}", "seed=[1, 2]"),
+    "x: {",  # not YAML
+)
+BAD_CONFIG_LINES = [*list_single_settings(), *OTHER_BAD_CONFIG_LINES]
+"""Invalid lines of a configuration file, most of them `key=value`."""
 
 
 # ---- disks
 
 
-ESSENTIAL = ("disk: full while starting", "disk: full for a while")
-"""The disks that `make test` tests. `make test-all` tests the others."""
+FAST_SUITE_CASE_NAMES = ("disk: full while starting", "disk: full for a while")
+"""Names of the disk cases of `make test`. `make test-all` executes the others."""
 
 
-def images(place: Path, cache: Path) -> None:
+def write_image_folder(folder: Path, cache: Path) -> None:
     """Create an image folder of four images."""
     for part in ("train", "val"):
         for colour in ("red", "blue"):
-            (place / "images" / part / colour).mkdir(parents=True)
-            Image.new("RGB", (9, 9), colour).save(place / "images" / part / colour / "0.png")
+            (folder / "images" / part / colour).mkdir(parents=True)
+            Image.new("RGB", (9, 9), colour).save(folder / "images" / part / colour / "0.png")
 
 
-MOUNT = "mount -t tmpfs -o size={size} tmpfs disk"
-FILL = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
-LONG = ("width=1024", "batch=512", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
-START_TRAINING = (
+MOUNT_COMMAND = "mount -t tmpfs -o size={size} tmpfs disk"
+FILL_DISK_COMMAND = "head -c 32M /dev/zero > disk/zeros 2> /dev/null"
+LONG_RUN_SETTINGS = ("width=1024", "batch=512", "epochs=1000", "steps=60", "log.seconds=0.1", "wandb.mode=disabled")
+START_TRAINING_LINES = (
     "run > output & started=$!",
     "until cat disk/*/attempts/0001/metrics.jsonl; do sleep 0.1; done > /dev/null 2>&1",
 )
-LIST_LEFT_FILES = "find disk -mindepth 1 | sed 's/^/left /'"
+LIST_REMAINING_FILES = "find disk -mindepth 1 | sed 's/^/left /'"
 
 
-def disk(name: str, *arguments: str, parts: tuple[str, ...], shell: tuple[str, ...]) -> Case:
-    return Case(name, arguments, parts, disk="\n".join(shell))
+def make_disk_case(
+    name: str, *arguments: str, message_parts: tuple[str, ...], script_lines: tuple[str, ...]
+) -> BadInputCase:
+    return BadInputCase(name, arguments, message_parts, disk_script="\n".join(script_lines))
 
 
-DISKS = [
-    Case("runs: under a file", ("runs={place}/taken/x",), ("taken/x", "is a file"), setup=file("taken", "")),
-    disk(
+DISK_CASES = [
+    BadInputCase(
+        "runs: under a file",
+        ("runs={folder}/taken/x",),
+        ("taken/x", "is a file"),
+        prepare_folder=make_file_writer("taken", ""),
+    ),
+    make_disk_case(
         "disk: full",
         "runs=disk/runs",
-        parts=("cannot write disk/runs", "disk is full"),
-        shell=(MOUNT.format(size="64k"), FILL, "run", "rm disk/zeros", f"{LIST_LEFT_FILES} | grep -v 'runs$'"),
+        message_parts=("cannot write disk/runs", "disk is full"),
+        script_lines=(
+            MOUNT_COMMAND.format(size="64k"),
+            FILL_DISK_COMMAND,
+            "run",
+            "rm disk/zeros",
+            f"{LIST_REMAINING_FILES} | grep -v 'runs$'",
+        ),
     ),
-    disk(
+    make_disk_case(
         "disk: full while starting",
         "runs=disk",
-        parts=("cannot write disk/mnist_pipeline-", "disk is full"),
-        shell=(MOUNT.format(size="64k"), "run", LIST_LEFT_FILES),
+        message_parts=("cannot write disk/mnist_pipeline-", "disk is full"),
+        script_lines=(MOUNT_COMMAND.format(size="64k"), "run", LIST_REMAINING_FILES),
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: full from the middle of training on",
             "runs=disk",
-            *LONG,
+            *LONG_RUN_SETTINGS,
             "checkpoint.every_steps=20",
-            parts=("metrics.jsonl", "disk is full"),
-            shell=(MOUNT.format(size="16M"), *START_TRAINING, FILL, "wait $started; status=$?; cat output"),
+            message_parts=("metrics.jsonl", "disk is full"),
+            script_lines=(
+                MOUNT_COMMAND.format(size="16M"),
+                *START_TRAINING_LINES,
+                FILL_DISK_COMMAND,
+                "wait $started; status=$?; cat output",
+            ),
         ),
         remedy="to restart from step 0: make exp RESUME=",
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: full for a while",
             "runs=disk",
-            *LONG,
-            parts=("metrics are buffered in memory", "rows 60"),
-            shell=(
-                MOUNT.format(size="24M"),
-                *START_TRAINING,
-                FILL,
+            *LONG_RUN_SETTINGS,
+            message_parts=("metrics are buffered in memory", "rows 60"),
+            script_lines=(
+                MOUNT_COMMAND.format(size="24M"),
+                *START_TRAINING_LINES,
+                FILL_DISK_COMMAND,
                 "until grep -q WARNING disk/*/attempts/0001/metrics.jsonl output; do sleep 0.1; done 2> /dev/null",
                 "rm disk/zeros",
                 "wait $started; status=$?; cat output; mkdir -p runs; cp -r disk/* runs",
                 "echo rows $(grep -c '\"loss\"' disk/*/attempts/0001/metrics.jsonl)",
             ),
         ),
-        status=0,
+        exit_status=0,
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: files of a limited size",
             *("runs=runs", "checkpoint.every_steps=1"),
-            parts=("could not be saved: rank 0 on ", "File too large", "raise ulimit -f"),
-            shell=("ulimit -f 100", "run; rm -r runs"),
+            message_parts=("could not be saved: rank 0 on ", "File too large", "raise ulimit -f"),
+            script_lines=("ulimit -f 100", "run; rm -r runs"),
         ),
         remedy="to restart from step 0: make exp RESUME=",
     ),
-    disk(
+    make_disk_case(
         "disk: full while preparing",
         "data.cache=disk/cache",
-        parts=("cannot write disk/cache", "free up space"),
-        shell=(MOUNT.format(size="1M"), "run", f"{LIST_LEFT_FILES} | grep -v -e 'cache$' -e 'lock$'"),
+        message_parts=("cannot write disk/cache", "free up space"),
+        script_lines=(
+            MOUNT_COMMAND.format(size="1M"),
+            "run",
+            f"{LIST_REMAINING_FILES} | grep -v -e 'cache$' -e 'lock$'",
+        ),
     ),
     dataclasses.replace(
-        disk(
+        make_disk_case(
             "disk: too small for an image folder",
             *("data.name=imagefolder", "data.root=images", "data.cache=disk/cache", "data.image_size=1024"),
-            parts=(
+            message_parts=(
                 "4 images in images need 13 MB in disk/cache",
                 "1 MB are free; lower data.image_size",
                 "data.cache",
             ),
-            shell=(MOUNT.format(size="1M"), "run", f"{LIST_LEFT_FILES} | grep -v -e 'cache$' -e 'lock$'"),
+            script_lines=(
+                MOUNT_COMMAND.format(size="1M"),
+                "run",
+                f"{LIST_REMAINING_FILES} | grep -v -e 'cache$' -e 'lock$'",
+            ),
         ),
-        setup=images,
+        prepare_folder=write_image_folder,
         experiment="ddp_multinode",
     ),
-    disk(
+    make_disk_case(
         "disk: read-only",
         "runs=disk/runs",
-        parts=("cannot write disk/runs", "disk is read-only"),
-        shell=(MOUNT.format(size="64k") + " -o ro", "run"),
+        message_parts=("cannot write disk/runs", "disk is read-only"),
+        script_lines=(MOUNT_COMMAND.format(size="64k") + " -o ro", "run"),
     ),
 ]
 
 
 @functools.cache
-def namespace() -> tuple[list[str], str]:
-    """Return a command that gives a program its own mounts, and an error message if there is none."""
+def find_namespace_command() -> tuple[list[str], str]:
+    """Return a command that executes a program in a new mount namespace, or an error message if none works."""
     errors = []
     for command in (["unshare", "--mount"], ["unshare", "--user", "--map-root-user", "--mount"]):
         mount = [*command, "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
@@ -225,44 +267,44 @@ def namespace() -> tuple[list[str], str]:
     return [], "; ".join(errors)
 
 
-def execute_case(case: Case, place: Path, cache: Path) -> Done:
+def execute_case(case: BadInputCase, folder: Path, cache: Path) -> FinishedRun:
     """Prepare the folder of a case and execute the run until it ends."""
-    case.setup(place, cache)
-    (place / "disk").mkdir()
-    arguments = [f"runs={place}/runs", "data.test_limit=1000", "epochs=1", "steps=5"]
-    if case.fast:
+    case.prepare_folder(folder, cache)
+    (folder / "disk").mkdir()
+    arguments = [f"runs={folder}/runs", "data.test_limit=1000", "epochs=1", "steps=5"]
+    if case.uses_digits:
         arguments += [f"data.cache={cache}", "data.name=digits"]
-    arguments += [argument.replace("{place}", str(place)) for argument in case.words]
+    arguments += [argument.replace("{folder}", str(folder)) for argument in case.arguments]
     command = [sys.executable, str(ROOT / "experiments" / f"{case.experiment}.py"), *arguments]
     cwd = ROOT
-    if case.disk:
+    if case.disk_script:
         run_function = f"run() {{ {shlex.join(command)}; status=$?; return $status; }}"
-        command = [*namespace()[0], "sh", "-c", f"{run_function}\n{case.disk}\nexit $status\n"]
-        cwd = place
-    env = environment(HOME=str(place / "home"), **dict(case.env))
-    process = warm.execute(command, cwd=cwd, env=env, timeout=200)
-    return Done(process.returncode, process.stdout, process.stderr, place / "runs")
+        command = [*find_namespace_command()[0], "sh", "-c", f"{run_function}\n{case.disk_script}\nexit $status\n"]
+        cwd = folder
+    env = make_environment(HOME=str(folder / "home"), **dict(case.env))
+    process = execution.execute_command(command, cwd=cwd, env=env, timeout=200)
+    return FinishedRun(process.returncode, process.stdout, process.stderr, folder / "runs")
 
 
-def check(case: Case, place: Path, cache: Path) -> None:
+def check_case(case: BadInputCase, folder: Path, cache: Path) -> None:
     """Execute a case. Check the message and the exit status, and that no file or process is left."""
-    if case.disk and namespace()[1]:
-        pytest.skip(f"NOT TESTED, no mount namespace can be created: {namespace()[1]}")
-    process = execute_case(case, place, cache)
-    output = process.out + process.err
+    if case.disk_script and find_namespace_command()[1]:
+        pytest.skip(f"NOT TESTED, no mount namespace can be created: {find_namespace_command()[1]}")
+    process = execute_case(case, folder, cache)
+    output = process.stdout + process.stderr
     lines = output.splitlines()
     assert "Traceback" not in output, output
-    assert process.status == case.status, output
-    assert not processes_of(str(place))
+    assert process.returncode == case.exit_status, output
+    assert not find_processes(str(folder))
     assert case.remedy in output
     assert output.count("WARNING: ") <= 1, output
 
     message = output
-    if case.status:
+    if case.exit_status:
         (message,) = [line for line in lines if line.startswith("error: ")]
-        assert not [line for line in lines if line.startswith("left ")], output  # printed by LIST_LEFT_FILES
+        assert not [line for line in lines if line.startswith("left ")], output  # printed by LIST_REMAINING_FILES
         assert not list(process.runs.glob("*"))
     else:
         assert process.folder.result["state"] == "finished"
-    for part in case.parts:
-        assert part.replace("{place}", str(place)) in message, message
+    for part in case.message_parts:
+        assert part.replace("{folder}", str(folder)) in message, message

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 
 def run_program(program: str) -> str:

@@ -1,20 +1,20 @@
-"""Custom code: the data set, optimizer and decay that configs/README.md shows, and a pipeline schedule."""
+"""Write files with custom code: the examples of configs/README.md, and a pipeline schedule."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
-EXAMPLES = ("shapes.py", "lion.py", "halving.py")
+EXAMPLE_FILES = ("shapes.py", "lion.py", "halving.py")
 
 
 def write_example(folder: Path, name: str = "shapes.py") -> Path:
     """Write one of the examples of configs/README.md into a folder."""
     page = (ROOT / "configs/README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    texts = dict(zip(EXAMPLES, blocks, strict=True))
+    texts = dict(zip(EXAMPLE_FILES, blocks, strict=True))
     file = folder / name
     file.write_text(texts[name])
     return file

@@ -3,9 +3,10 @@
     python -m tests.harness.elastic.campaign --cases=200 [--first=K] [--seed=S]      about ten seconds per case
     python -m tests.cluster.elastic_campaign --cases=30                              about a minute per case
 
-Each case strikes two or three times: first a rank, then, usually after its new process has appeared, that process or
-another rank. A finished run must have the losses and scores of a run on one rank. A run may end early only if all ranks
-with the state or a rank that serves a shard are lost. It is then resumed, and must have the same losses and scores.
+Each case has two or three faults. The first one is a fault of a rank. The next one is usually executed after the new
+process of this rank has started, and is a fault of this process or of another rank. A finished run must have the losses
+and scores of a run on one rank. A run may end early only if all ranks with the state or a rank that serves a shard are
+lost. It is then resumed, and must have the same losses and scores.
 """
 
 from __future__ import annotations
@@ -29,287 +30,301 @@ from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from common.techniques.elastic.member import STUCK_REASON
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of, run
-from tests.harness.commands.warm import Command
-from tests.harness.elastic.runs import SMALL, differences
+from tests.harness.commands import execution
+from tests.harness.commands.execution import Command
+from tests.harness.commands.processes import find_processes, make_environment, run_experiment
+from tests.harness.elastic.faulty_runs import SMALL_RUN_SETTINGS, find_metric_differences
 from tests.harness.environment.randomness import draw_seed
-from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS
-from tests.harness.runs.long_runs import ranks_of
-from tests.harness.runs.resuming import resume
+from tests.harness.experiments.registry import ENTRIES, ENTRY_BY_NAME
+from tests.harness.runs.long_runs import list_rank_pids
+from tests.harness.runs.resuming import resume_run
 
-PATIENCE = 60.0  # seconds; a run takes about six
-SETUP = "launch.setup_timeout=20"  # also the time limit for a new process
-SETTINGS = {entry.name: entry.elastic_campaign for entry in EXPERIMENTS if entry.elastic_campaign is not None}
-KINDS = ("kill", "stop", "blink")
+RUN_TIMEOUT = 60.0  # seconds; a run takes about six
+SETUP_TIMEOUT_SETTING = "launch.setup_timeout=20"  # also the time limit for a new process
+EXPERIMENT_SETTINGS = {
+    entry.name: entry.elastic_campaign_settings for entry in ENTRIES if entry.elastic_campaign_settings is not None
+}
+FAULT_KINDS = ("kill", "stop", "pause")
 
 
 @dataclasses.dataclass(frozen=True)
-class Pace:
+class RunLength:
     """Length of the runs of a campaign. An epoch has 10 steps, and a step takes 20 ms."""
 
     steps: int
-    saves: int
+    checkpoint_interval: int
     """Steps between two checkpoints."""
-    timeout: float
+    elastic_timeout: float
     """elastic.timeout; a process is stopped for at most two and a half times as long, unless it is never continued."""
-    latest: int
-    """Last step after which the first strike may come."""
+    max_first_fault_step: int
+    """Last step after which the first fault may be executed."""
 
     @property
     def settings(self) -> tuple[str, ...]:
         """Settings of a run, elastic or not."""
-        return f"steps={self.steps}", f"epochs={self.steps // 10}", f"checkpoint.every_steps={self.saves}"
+        return f"steps={self.steps}", f"epochs={self.steps // 10}", f"checkpoint.every_steps={self.checkpoint_interval}"
 
 
-LONG = Pace(steps=200, saves=20, timeout=1.0, latest=60)
-SHORT = Pace(steps=60, saves=10, timeout=0.5, latest=12)
+LONG_RUN = RunLength(steps=200, checkpoint_interval=20, elastic_timeout=1.0, max_first_fault_step=60)
+SHORT_RUN = RunLength(steps=60, checkpoint_interval=10, elastic_timeout=0.5, max_first_fault_step=12)
 
 
 @dataclasses.dataclass
-class Strike:
-    """A fault: its target, its time and its kind."""
+class ScheduledFault:
+    """A signal to a process of a rank: its kind, its target and its time."""
 
     kind: str
-    """kill, stop (for ever) or blink (stop, and continue after `pause` seconds)."""
-    newcomer: bool
+    """kill, stop (and never continue) or pause (stop, and continue after `pause_seconds`)."""
+    hits_new_process: bool
     """Whether the target is the newest process of a rank."""
-    waits: bool
-    """Whether the strike waits for a new process."""
-    pick: float
-    """Selects one of the other ranks, from 0 to 1."""
+    waits_for_new_process: bool
+    """Whether to wait for a new process before the delay."""
+    rank_choice: float
+    """Selects one of the other ranks: 0 the first, almost 1 the last."""
     delay: float
-    pause: float
+    """Seconds after the previous fault or, if this fault waits, after the start of the new process."""
+    pause_seconds: float
 
     def __str__(self) -> str:
-        length = f" {self.pause:.2f} s" if self.kind == "blink" else ""
-        target = "new process" if self.newcomer else f"rank at {self.pick:.2f}"
-        return f"{'join' if self.waits else 'then'} + {self.delay:.2f} s: {self.kind}{length} {target}"
+        length = f" {self.pause_seconds:.2f} s" if self.kind == "pause" else ""
+        target = "new process" if self.hits_new_process else f"rank at {self.rank_choice:.2f}"
+        return f"{'join' if self.waits_for_new_process else 'then'} + {self.delay:.2f} s: {self.kind}{length} {target}"
 
 
 @dataclasses.dataclass
-class Case:
-    """A run with its strikes, and the outcome."""
+class CampaignCase:
+    """A run with its faults, and the outcome."""
 
     number: int
     name: str
     ranks: int
-    begin: int
-    """Step after which the first strike comes."""
-    strikes: list[Strike]
-    struck: list[str] = dataclasses.field(default_factory=list)
+    first_fault_step: int
+    """Step after which the first fault is executed."""
+    faults: list[ScheduledFault]
+    executed_faults: list[str] = dataclasses.field(default_factory=list)
+    """Descriptions of the faults that were executed."""
     outcome: str = ""
     problem: str = ""
     seconds: float = 0.0
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Describe the case and its outcome in a line."""
-        plan = f"{self.number:3} {self.name} on {self.ranks}, step {self.begin}, {'; '.join(map(str, self.strikes))}"
-        struck = f"struck {', '.join(self.struck) or 'nothing'}"
-        return f"{plan}: {struck}: {self.problem or self.outcome} ({self.seconds:.1f} s)"
+        run = f"{self.number:3} {self.name} on {self.ranks}"
+        planned = "; ".join(map(str, self.faults))
+        executed = ", ".join(self.executed_faults) or "nothing"
+        outcome = self.problem or self.outcome
+        return f"{run}, step {self.first_fault_step}, {planned}: executed {executed}: {outcome} ({self.seconds:.1f} s)"
 
 
-def draw_case(seed: str, number: int, pace: Pace = LONG) -> Case:
+def draw_case(seed: str, number: int, run_length: RunLength = LONG_RUN) -> CampaignCase:
     """Draw the case with a number."""
-    chance = random.Random(f"{seed}/{number}")
-    name = chance.choice(sorted(SETTINGS))
-    strikes = [draw_first_strike(chance, pace)]
-    for _ in range(chance.choice((1, 2))):
-        strikes.append(draw_next_strike(chance, pace))
-    return Case(number, name, chance.choice((2, 3, 4)), chance.randint(5, pace.latest), strikes)
+    random_stream = random.Random(f"{seed}/{number}")
+    name = random_stream.choice(sorted(EXPERIMENT_SETTINGS))
+    faults = [draw_first_fault(random_stream, run_length)]
+    for _ in range(random_stream.choice((1, 2))):
+        faults.append(draw_next_fault(random_stream, run_length))
+    ranks = random_stream.choice((2, 3, 4))
+    first_fault_step = random_stream.randint(5, run_length.max_first_fault_step)
+    return CampaignCase(number, name, ranks, first_fault_step, faults)
 
 
-def draw_first_strike(chance: random.Random, pace: Pace) -> Strike:
-    """Draw an immediate strike on a rank of the start."""
-    return Strike(
-        kind=chance.choice(KINDS),
-        newcomer=False,
-        waits=False,
-        pick=chance.random(),
+def draw_first_fault(random_stream: random.Random, run_length: RunLength) -> ScheduledFault:
+    """Draw an immediate fault of the first process of a rank."""
+    return ScheduledFault(
+        kind=random_stream.choice(FAULT_KINDS),
+        hits_new_process=False,
+        waits_for_new_process=False,
+        rank_choice=random_stream.random(),
         delay=0.0,
-        pause=chance.uniform(0.1, 2.5 * pace.timeout),
+        pause_seconds=random_stream.uniform(0.1, 2.5 * run_length.elastic_timeout),
     )
 
 
-def draw_next_strike(chance: random.Random, pace: Pace) -> Strike:
-    return Strike(
-        kind=chance.choice(KINDS),
-        newcomer=chance.random() < 0.5,
-        waits=chance.random() < 0.8,
-        pick=chance.random(),
-        delay=chance.uniform(0, 0.8),
-        pause=chance.uniform(0.1, 2.5 * pace.timeout),
+def draw_next_fault(random_stream: random.Random, run_length: RunLength) -> ScheduledFault:
+    return ScheduledFault(
+        kind=random_stream.choice(FAULT_KINDS),
+        hits_new_process=random_stream.random() < 0.5,
+        waits_for_new_process=random_stream.random() < 0.8,
+        rank_choice=random_stream.random(),
+        delay=random_stream.uniform(0, 0.8),
+        pause_seconds=random_stream.uniform(0.1, 2.5 * run_length.elastic_timeout),
     )
 
 
-class Target:
-    """The processes of a run that is struck."""
+class FaultyRun:
+    """The processes of a run with faults."""
 
-    newcomer_seconds = 4.0  # time limit for the new process of a rank
+    new_process_timeout = 4.0  # time limit for the new process of a rank
 
     def __init__(self, process: Command, runs: Path) -> None:
         self.process = process
         self.runs = runs
-        self.initial = list[int]()
-        self.seen = set[int]()
-        """Process IDs that `find_new` has returned before."""
-        self.newest = 0
-        self.struck_first: set[int] = set()
-        """Ranks whose first process was struck."""
+        self.first_processes = list[int]()
+        self.known_processes = set[int]()
+        """IDs of processes that have been recorded."""
+        self.newest_process = 0
+        self.faulty_first_ranks: set[int] = set()
+        """Ranks whose first process had a fault."""
 
     def has_ended(self) -> bool:
         """Return whether the run has ended."""
         return self.process.poll() is not None
 
-    def note_first_processes(self) -> None:
+    def record_first_processes(self) -> None:
         """Record the first process of each rank."""
-        self.initial = self.list_ranks()
-        self.seen = set(self.initial)
+        self.first_processes = self.list_rank_pids()
+        self.known_processes = set(self.first_processes)
 
     def wait_for_step(self, step: int) -> bool:
-        """Wait until a step is logged; return False if the run ends before."""
+        """Wait until a step is logged; return False if the run ends earlier."""
         while not self.has_ended():
             for file in self.runs.glob("*/attempts/0001/metrics.jsonl"):
                 if len(file.read_bytes().splitlines()) > step:
-                    self.note_first_processes()
+                    self.record_first_processes()
                     return True
             time.sleep(0.02)
         return False
 
-    def wait_for_newcomer(self) -> None:
-        """Wait for the new process of a rank, for at most `newcomer_seconds`."""
-        deadline = time.monotonic() + self.newcomer_seconds
-        while time.monotonic() < deadline and not self.has_ended() and not self.find_new():
+    def wait_for_new_process(self) -> None:
+        """Wait for the new process of a rank, for at most `new_process_timeout` seconds."""
+        deadline = time.monotonic() + self.new_process_timeout
+        while time.monotonic() < deadline and not self.has_ended() and not self.record_new_processes():
             time.sleep(0.005)
 
-    def find_new(self) -> bool:
+    def record_new_processes(self) -> bool:
         """Record new processes; return whether there are any."""
-        new = [pid for pid in self.list_ranks() if pid not in self.seen]
-        self.seen.update(new)
-        self.newest = new[-1] if new else self.newest
+        new = [pid for pid in self.list_rank_pids() if pid not in self.known_processes]
+        self.known_processes.update(new)
+        self.newest_process = new[-1] if new else self.newest_process
         return bool(new)
 
-    def list_ranks(self) -> list[int]:
+    def list_rank_pids(self) -> list[int]:
         """Return the current processes of the ranks."""
         try:
-            return ranks_of(self.process)
+            return list_rank_pids(self.process)
         except OSError:  # the run has ended
             return []
 
-    def choose(self, strike: Strike) -> int:
-        """Return the target of a strike, or 0 if there is none."""
-        self.find_new()
-        running = self.list_ranks()
-        if strike.newcomer and self.newest in running:
-            return self.newest
-        candidates = [pid for pid in running if pid != self.newest] or running
-        return candidates[int(strike.pick * len(candidates))] if candidates else 0
+    def choose_process(self, fault: ScheduledFault) -> int:
+        """Return the process ID of the target of a fault, or 0 if there is none."""
+        self.record_new_processes()
+        running = self.list_rank_pids()
+        if fault.hits_new_process and self.newest_process in running:
+            return self.newest_process
+        candidates = [pid for pid in running if pid != self.newest_process] or running
+        if not candidates:
+            return 0
+        index = int(fault.rank_choice * len(candidates))
+        return candidates[index]
 
-    def strike(self, strike: Strike) -> str:
-        """Execute a strike; return a description of what was struck."""
-        if strike.waits:
-            self.wait_for_newcomer()
-        time.sleep(strike.delay)
-        pid = self.choose(strike)
+    def execute_fault(self, fault: ScheduledFault) -> str:
+        """Execute a fault, and describe it."""
+        if fault.waits_for_new_process:
+            self.wait_for_new_process()
+        time.sleep(fault.delay)
+        pid = self.choose_process(fault)
         if not pid:
             return "nothing"
-        signal_number = signal.SIGKILL if strike.kind == "kill" else signal.SIGSTOP
+        signal_number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
-        if strike.kind == "blink":
-            timer = threading.Timer(strike.pause, self.wake, (pid,))
+        if fault.kind == "pause":
+            timer = threading.Timer(fault.pause_seconds, self.continue_process, (pid,))
             timer.daemon = True
             timer.start()
-        if pid not in self.initial:
-            return f"{strike.kind} of a new process"
-        rank = self.initial.index(pid)
-        self.struck_first.add(rank)
-        return f"{strike.kind} of rank {rank}"
+        if pid not in self.first_processes:
+            return f"{fault.kind} of a new process"
+        rank = self.first_processes.index(pid)
+        self.faulty_first_ranks.add(rank)
+        return f"{fault.kind} of rank {rank}"
 
-    def wake(self, pid: int) -> None:
+    def continue_process(self, pid: int) -> None:
         """Continue a process if it still belongs to this run."""
-        if pid in self.list_ranks():
+        if pid in self.list_rank_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
 
-def suffer(case: Case, undisturbed: RunFolder, cache: Path, place: Path, pace: Pace = LONG) -> None:
+def execute_case(
+    case: CampaignCase, undisturbed: RunFolder, cache: Path, runs: Path, run_length: RunLength = LONG_RUN
+) -> None:
     """Execute a case, and set its outcome or problem."""
     started = time.monotonic()
-    settings = (*list_settings(case.name, cache, pace), f"processes_per_node={case.ranks}")
-    elastic_settings = ("elastic=true", f"elastic.timeout={pace.timeout}", SETUP)
-    arguments = (f"{case.name}+slow", "", f"runs={place}", *settings, *elastic_settings)
-    process = Command(
-        [sys.executable, "-m", "tests.harness.elastic.faults", *arguments], env=environment(), session=True
-    )
-    target = Target(process, place)
+    settings = (*list_run_settings(case.name, cache, run_length), f"processes_per_node={case.ranks}")
+    elastic_settings = ("elastic=true", f"elastic.timeout={run_length.elastic_timeout}", SETUP_TIMEOUT_SETTING)
+    arguments = (f"{case.name}+slow", "", f"runs={runs}", *settings, *elastic_settings)
+    argv = [sys.executable, "-m", "tests.harness.elastic.faults", *arguments]
+    process = Command(argv, env=make_environment(), new_session=True)
+    faulty_run = FaultyRun(process, runs)
     try:
-        if target.wait_for_step(case.begin):
-            for strike in case.strikes:
-                case.struck.append(target.strike(strike))
-        process.wait(PATIENCE)
-        case.outcome = judge(case, target, undisturbed, process.err)
+        if faulty_run.wait_for_step(case.first_fault_step):
+            for fault in case.faults:
+                case.executed_faults.append(faulty_run.execute_fault(fault))
+        process.wait(RUN_TIMEOUT)
+        case.outcome = check_outcome(case, faulty_run, undisturbed, process.stderr)
     except subprocess.TimeoutExpired:
-        case.problem = f"FAILED: the run did not end within {PATIENCE:g} s"
+        case.problem = f"FAILED: the run did not end within {RUN_TIMEOUT:g} s"
     except AssertionError as error:
         case.problem = f"FAILED: {error}"
     finally:
-        warm.end_session(process.pid)
+        execution.kill_session(process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(10)
         if case.problem:
-            print(process.out + process.err, file=sys.stderr, flush=True)
-        for pid in processes_of(str(place)):
+            print(process.stdout + process.stderr, file=sys.stderr, flush=True)
+        for pid in find_processes(str(runs)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     case.seconds = time.monotonic() - started
 
 
-def judge(case: Case, target: Target, undisturbed: RunFolder, err: str) -> str:
+def check_outcome(case: CampaignCase, faulty_run: FaultyRun, undisturbed: RunFolder, stderr: str) -> str:
     """Return how a run has ended. Raises AssertionError if it should have ended in another way."""
-    (path,) = target.runs.iterdir()
+    (path,) = faulty_run.runs.iterdir()
     folder = RunFolder(path)
-    logs = [file.read_text(errors="replace") for file in path.glob("attempts/*/logs/rank-*.log")]
+    log_files = path.glob("attempts/*/logs/rank-*.log")
+    logs = [file.read_text(errors="replace") for file in log_files]
     is_stuck = any(STUCK_REASON in log for log in logs)
     note = ", a rank was stuck in gloo" if is_stuck else ""
-    if target.process.returncode == 0:
-        problems = differences(folder, undisturbed)
+    if faulty_run.process.returncode == 0:
+        problems = find_metric_differences(folder, undisturbed)
         assert not problems, problems
         return f"equal{note}"
 
-    reasons = [reason.name for reason in EndReason if reason.value in err]
-    assert reasons, f"the run ended with status {target.process.returncode} without a permitted reason"
+    reasons = [reason.name for reason in EndReason if reason.value in stderr]
+    assert reasons, f"the run ended with status {faulty_run.process.returncode} without a permitted reason"
     if not is_stuck:
-        check_end_reasons(reasons, case, target)
-    last_step = max((checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)), default=0)
-    resumed = resume(BY_NAME[case.name], folder)
+        check_end_reasons(reasons, case, faulty_run)
+    checkpoints = storage.list_resumable_checkpoints(folder)
+    last_step = max((checkpoint.step for checkpoint in checkpoints), default=0)
+    resumed = resume_run(ENTRY_BY_NAME[case.name], folder)
     assert resumed.returncode == 0, f"the resumed run failed: {resumed.stderr}"
     if last_step:
         assert f"resumed from step {last_step}" in resumed.stdout, f"not resumed from step {last_step}"
-    problems = differences(folder, undisturbed)
+    problems = find_metric_differences(folder, undisturbed)
     assert not problems, f"after resuming: {problems}"
     return f"ended early ({', '.join(reasons)}{note}), resumed after step {last_step}, equal"
 
 
-def check_end_reasons(reasons: list[str], case: Case, target: Target) -> None:
-    """Check that the struck ranks explain why a run has ended early."""
+def check_end_reasons(reasons: list[str], case: CampaignCase, faulty_run: FaultyRun) -> None:
+    """Check that the executed faults explain why a run has ended early."""
     if reasons != ["STATE_LOST"]:
-        assert 0 in target.struck_first, "rank 0 was not struck, but counts as lost"
+        assert 0 in faulty_run.faulty_first_ranks, "rank 0 had no fault, but counts as lost"
     if reasons != ["SHARD_LOST"]:
-        all_were_struck = len(target.struck_first) == case.ranks
-        new_process_was_struck = any("new process" in struck for struck in case.struck)
-        assert all_were_struck or new_process_was_struck, "a rank that was not struck had the state"
+        all_first_processes_failed = len(faulty_run.faulty_first_ranks) == case.ranks
+        new_process_failed = any("new process" in fault for fault in case.executed_faults)
+        assert all_first_processes_failed or new_process_failed, "a rank without a fault had the state"
 
 
-def list_settings(name: str, cache: Path, pace: Pace) -> tuple[str, ...]:
+def list_run_settings(name: str, cache: Path, run_length: RunLength) -> tuple[str, ...]:
     """Return the settings of a run of an experiment, on any number of ranks."""
-    return (*SMALL, *pace.settings, *SETTINGS[name], f"data.cache={cache}")
+    return (*SMALL_RUN_SETTINGS, *run_length.settings, *EXPERIMENT_SETTINGS[name], f"data.cache={cache}")
 
 
 def train_undisturbed(name: str, cache: Path, runs: Path) -> RunFolder:
     """Train a run on one rank without faults."""
-    process = run(name, *list_settings(name, cache, LONG), "processes_per_node=1", runs=runs)
-    assert process.status == 0, process.err
+    process = run_experiment(name, *list_run_settings(name, cache, LONG_RUN), "processes_per_node=1", runs=runs)
+    assert process.returncode == 0, process.stderr
     return process.folder
 
 
@@ -328,18 +343,18 @@ def main() -> int:
     numbers, seed = parse_arguments(__doc__ or "", 200)
     scratch = Path(tempfile.mkdtemp(prefix="campaign-"))
     undisturbed = {}
-    for name in SETTINGS:
+    for name in EXPERIMENT_SETTINGS:
         undisturbed[name] = train_undisturbed(name, scratch / "cache", scratch / "alone" / name)
 
     outcomes = collections.Counter[str]()
     for number in numbers:
         case = draw_case(seed, number)
-        place = scratch / str(number)
-        suffer(case, undisturbed[case.name], scratch / "cache", place)
-        print(case.line(), flush=True)
+        runs = scratch / str(number)
+        execute_case(case, undisturbed[case.name], scratch / "cache", runs)
+        print(case.format_line(), flush=True)
         outcomes["failed" if case.problem else case.outcome.partition(",")[0]] += 1
         if not case.problem:
-            shutil.rmtree(place)
+            shutil.rmtree(runs)
 
     print(f"seed {seed}, cases {numbers.start} to {numbers.stop - 1}: {dict(outcomes)}")
     if outcomes["failed"]:

@@ -5,8 +5,8 @@
 ACTION is kill, stop, fail (an error of this rank's connections), wait (for a second), block (for ever), await-block
 (wait until another rank blocks), join (wait until all lost ranks are back or ask to join), or worker-kill or
 worker-stop for the data workers of this rank. RANK is the rank at the start of the run. Restarted ranks have no faults,
-except at the point "arriving", before their first message to the coordinator. NAME may be followed by one of CHANGES,
-as in ddp_multinode+own_state.
+except at the point "arriving", before their first message to the coordinator. NAME may be followed by a key of
+CODE_CHANGES, as in ddp_multinode+local_weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import loop
 from common.training.run_context import RunContext
 from tests.harness.commands.processes import wait_until
-from tests.harness.experiments.discovery import import_declared
+from tests.harness.experiments.discovery import import_if_exists
 
 SLOW_STEP_SECONDS = 0.02
 BLOCKED_FILE = "a-rank-blocks"
@@ -64,14 +64,14 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 class PlantedFaults:
-    """The faults of this rank, which become active when its recovery is created."""
+    """The faults of this rank. They are active as soon as its `ElasticRecovery` exists."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self.faults = faults
         self.recovery: Any = None
 
-    def reach(self, point: str, step: int) -> None:
-        """Execute the actions of this point. This method may not return."""
+    def reach_point(self, point: str, step: int) -> None:
+        """Execute the actions of a point. A rank that is killed or blocks does not return."""
         if self.recovery is None:
             return
         rank = self.recovery.run.world.original_rank
@@ -103,10 +103,10 @@ class PlantedFaults:
             self.faults.remove(fault)
             raise RuntimeError("gloo: planted")
 
-    def reach_in_step(self, point: str) -> None:
+    def reach_point_in_step(self, point: str) -> None:
         """Execute the actions of a point of the next step."""
         if self.recovery is not None:
-            self.reach(point, self.recovery.run.step + 1)
+            self.reach_point(point, self.recovery.run.step + 1)
 
     def has_all_ranks(self) -> bool:
         run = self.recovery.run
@@ -114,7 +114,7 @@ class PlantedFaults:
 
 
 def call_before(owner: Any, name: str, callback: Callable[..., None], after: bool = False) -> None:
-    """Call a callback with the same arguments before a function, or after it."""
+    """Make a function call a callback with the same arguments, before or after its own work."""
     function = getattr(owner, name)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -128,10 +128,10 @@ def call_before(owner: Any, name: str, callback: Callable[..., None], after: boo
     setattr(owner, name, call)
 
 
-def plant(name: str, faults: list[Fault]) -> None:
+def plant_faults(name: str, faults: list[Fault]) -> None:
     """Insert the points into the code that this process and its ranks execute.
 
-    An experiment adds its own points in tests/harness/elastic/NAME_points.py.
+    Additional points of an experiment are in tests/harness/elastic/NAME_points.py.
     """
     planted = PlantedFaults(faults)
 
@@ -147,40 +147,46 @@ def plant(name: str, faults: list[Fault]) -> None:
             recovery.has_hook = True
             # The gradient of the first layer is the last one, so other gradients are being reduced.
             first_parameter = recovery.state.parameters[0][1]
-            first_parameter.register_hook(lambda _: planted.reach("reduction", recovery.run.step + 1))
+            first_parameter.register_hook(lambda _: planted.reach_point("reduction", recovery.run.step + 1))
         if name == "end of backward":
-            planted.reach("reduced", recovery.run.step + 1)
+            planted.reach_point("reduced", recovery.run.step + 1)
 
     def arrive(run: RunContext, *_: Any) -> None:
+        if not run.world.is_joining:
+            return
         for fault in faults:
-            if run.world.is_joining and (fault.point, fault.rank) == ("arriving", run.world.original_rank):
+            if fault.point == "arriving" and fault.rank == run.world.original_rank:
                 os.kill(os.getpid(), SIGNALS[fault.action])
 
     call_before(RunContext, "resume", arrive)
     call_before(ElasticRecovery, "__init__", activate)
-    call_before(loop.Step, "__enter__", lambda step: planted.reach("begin", step.number))
+    call_before(loop.Step, "__enter__", lambda step: planted.reach_point("begin", step.number))
     call_before(StepTimer, "record_mark", reach_mark)
-    declared = import_declared(f"tests.harness.elastic.{name}_points")
-    if declared:
-        declared.plant_points(call_before, planted.reach_in_step)
-    call_before(ElasticRecovery, "commit", lambda self: planted.reach("committed", self.run.step + 1), after=True)
-    call_before(loop.Step, "__exit__", lambda step, *_: planted.reach("updated", step.number))
-    call_before(RunContext, "stop_if_requested", lambda run: planted.reach("evaluation", run.step))
-    call_before(checkpointer, "write_rank_file", lambda *_: planted.reach("save", planted.recovery.run.step))
-    call_before(group, "form_process_group", lambda member, *_: planted.reach("forming", member.generation.number))
+    points = import_if_exists(f"tests.harness.elastic.{name}_points")
+    if points:
+        points.plant_points(call_before, planted.reach_point_in_step)
+    call_before(ElasticRecovery, "commit", lambda self: planted.reach_point("committed", self.run.step + 1), after=True)
+    call_before(loop.Step, "__exit__", lambda step, *_: planted.reach_point("updated", step.number))
+    call_before(RunContext, "stop_if_requested", lambda run: planted.reach_point("evaluation", run.step))
+    call_before(checkpointer, "write_rank_file", lambda *_: planted.reach_point("save", planted.recovery.run.step))
+    call_before(
+        group, "form_process_group", lambda member, *_: planted.reach_point("forming", member.generation.number)
+    )
     call_before(
         group.CoordinatorStore,
         "set",
-        lambda store, *_: planted.reach("published", store.member.generation.number),
+        lambda store, *_: planted.reach_point("published", store.member.generation.number),
         after=True,
     )
     call_before(
-        ElasticRecovery, "_apply_run_facts", lambda self, _: planted.reach("copied", self.member.generation.number)
+        ElasticRecovery,
+        "_apply_run_facts",
+        lambda self, _: planted.reach_point("copied", self.member.generation.number),
     )
 
 
-def keep_own_state() -> None:
-    """The mistake: each rank continues with its own weights."""
+def keep_local_weights() -> None:
+    """Plant a mistake: each rank continues with its local weights."""
     broadcast_state = peer_copy.broadcast_state
 
     def broadcast_without_weights(state: TrainState, *arguments: Any, **options: Any) -> None:
@@ -193,28 +199,28 @@ def keep_own_state() -> None:
 
 
 def keep_old_mean() -> None:
-    """The mistake: sums are divided by the mean shard size at the start of the run."""
+    """Plant a mistake: sums are divided by the mean shard size at the start of the run."""
     Loader.mean_shard = property(lambda loader: loader.size / loader.shard[1])  # type: ignore[assignment]
 
 
-def keep_own_shards() -> None:
-    """The mistake: each rank keeps its samples, and no rank trains on those of the lost rank."""
+def keep_local_shards() -> None:
+    """Plant a mistake: each rank keeps its samples, and no rank trains on the samples of a lost rank."""
     ElasticRecovery._divide_batches = lambda *_: None  # type: ignore[method-assign]
 
 
 def slow_down_steps() -> None:
-    """Not a mistake: each step takes SLOW_STEP_SECONDS longer, so that a rank has time to come back."""
-    leave = loop.Step.__exit__
+    """Make each step SLOW_STEP_SECONDS longer, so that a lost rank can be restarted during the run."""
+    exit_step = loop.Step.__exit__
 
-    def leave_later(step: loop.Step, *error: Any) -> bool:
+    def exit_later(step: loop.Step, *error: Any) -> bool:
         time.sleep(SLOW_STEP_SECONDS)
-        return leave(step, *error)
+        return exit_step(step, *error)
 
-    loop.Step.__exit__ = leave_later  # type: ignore[method-assign]
+    loop.Step.__exit__ = exit_later  # type: ignore[method-assign]
 
 
-def overflow() -> None:
-    """Not a mistake: a loss scaler in float64, and gradients of rank 0 that overflow in steps 5, 6 and 14."""
+def force_overflows() -> None:
+    """Make the gradients of rank 0 overflow in steps 5, 6 and 14, and use a loss scaler in float64."""
     script = importlib.import_module("experiments.amp_accum")
     script.make_scaler = lambda *_: GradScaler("cpu", 1024, growth_interval=4)  # type: ignore[attr-defined]
     accumulate = script.accumulate_gradients
@@ -232,7 +238,7 @@ def overflow() -> None:
 
 
 def use_batchnorm() -> None:
-    """Not a mistake: a small network with BatchNorm instead of resnet18."""
+    """Use a small network with BatchNorm instead of resnet18."""
 
     def build(shape: Sequence[int], classes: int) -> nn.Sequential:
         convolution = nn.Conv2d(1, 4, 5, 4, bias=False)
@@ -243,12 +249,12 @@ def use_batchnorm() -> None:
     networks.ResNet18 = build  # type: ignore[assignment,misc]
 
 
-CHANGES = {
-    "own_state": keep_own_state,
+CODE_CHANGES = {
+    "local_weights": keep_local_weights,
     "old_mean": keep_old_mean,
-    "own_shards": keep_own_shards,
+    "local_shards": keep_local_shards,
     "slow": slow_down_steps,
-    "overflow": overflow,
+    "overflow": force_overflows,
     "batchnorm": use_batchnorm,
 }
 
@@ -256,7 +262,7 @@ if __name__ == "__main__":
     name, _, change = sys.argv.pop(1).partition("+")
     faults = parse_faults(sys.argv.pop(1))
     if faults:
-        plant(name, faults)
+        plant_faults(name, faults)
     if change:
-        CHANGES[change]()
+        CODE_CHANGES[change]()
     start(importlib.import_module(f"experiments.{name}").main, config.import_schema(name))

@@ -10,15 +10,15 @@ ONE_SIDE = ("algorithms=[ring]", "transports=[memory]")  # only one algorithm an
 ENTRY = Entry(
     name="collectives",
     own_technique="collectives",
-    smallest=(*Config.smallest_settings, *ONE_SIDE),
+    smallest_settings=(*Config.smallest_settings, *ONE_SIDE),
     processes=2,
-    produces=("points", "lines", "exact_results"),
-    spread=lambda count: (
+    result_keys=("points", "lines", "exact_results"),
+    make_rank_settings=lambda count: (
         *Config.smallest_settings,
         *ONE_SIDE,
         f"processes_per_node={count}",
         "rounds=2000",
     ),
     page_settings=("sizes=[8,1K]", "plot=false"),
-    check_four_hosts=lambda result: all(min(point["interface_bytes"]) > 0 for point in result["points"]),
+    is_correct_on_four_hosts=lambda result: all(min(point["interface_bytes"]) > 0 for point in result["points"]),
 )

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from configs.ddp_multinode import Config
-from tests.harness.experiments.entry import FEW_STEPS, MLP, SCORES, Entry
+from tests.harness.experiments.entry import FEW_STEPS_SETTINGS, MLP_SETTINGS, SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="ddp_multinode",
-    smallest=(*Config.smallest_settings, *MLP),
+    smallest_settings=(*Config.smallest_settings, *MLP_SETTINGS),
     processes=2,
-    produces=(*SCORES, "ranks", "communication_exposed"),
-    spread=lambda count: (f"processes_per_node={count}", *MLP),
-    others=(
+    result_keys=(*SCORE_KEYS, "ranks", "communication_exposed"),
+    make_rank_settings=lambda count: (f"processes_per_node={count}", *MLP_SETTINGS),
+    resume_variants=(
         ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]", "dropout=0.3"),
-        ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS),
+        ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS_SETTINGS),
         ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # compresses from the tenth step
     ),
     page_settings=("batch=16",),
-    techniques=frozenset({"data_parallel"}),
-    evaluated=(("strategy=fsdp", "model=mlp", "batch=18", "processes_per_node=3", "dtype=float64"),),
-    elastic_campaign=(),
+    allowed_techniques=frozenset({"data_parallel"}),
+    evaluation_variants=(("strategy=fsdp", "model=mlp", "batch=18", "processes_per_node=3", "dtype=float64"),),
+    elastic_campaign_settings=(),
     cluster_settings=(
         *("data.name=imagefolder", "data.image_size=8", "data.block=1", "data.workers=2"),
         *("batch=16", "optim.base_batch=16", "epochs=6"),
     ),
-    transports=("tls", "two_level"),
+    parity_transports=("tls", "two_level"),
 )

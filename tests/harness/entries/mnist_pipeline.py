@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from configs.mnist_pipeline import Config
-from tests.harness.experiments.entry import SCORES, Entry
+from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 ENTRY = Entry(
     name="mnist_pipeline",
-    smallest=Config.smallest_settings,
+    smallest_settings=Config.smallest_settings,
     processes=2,
-    produces=SCORES,
-    spread=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
-    others=(
+    result_keys=SCORE_KEYS,
+    make_rank_settings=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
+    resume_variants=(
         ("engine=torch", "schedule=zero_bubble", "stages=2", "microbatches=2"),
         ("stages=4", "stages_per_process=2", "depth=3", "microbatches=2", "optim.name=adam"),
     ),
-    techniques=frozenset({"pipeline"}),
-    exports=True,
-    evaluated=(("dtype=float64", "batch=16", "microbatches=2", "stages=3", "depth=3"),),
+    allowed_techniques=frozenset({"pipeline"}),
+    tests_export=True,
+    evaluation_variants=(("dtype=float64", "batch=16", "microbatches=2", "stages=3", "depth=3"),),
     cluster_settings=("data.name=digits", "data.train_limit=3200", "data.test_limit=500", "width=384", "epochs=5"),
-    transports=("tls", "two_level"),
+    parity_transports=("tls", "two_level"),
 )

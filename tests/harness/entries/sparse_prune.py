@@ -8,9 +8,9 @@ from tests.harness.experiments.entry import Entry
 ENTRY = Entry(
     name="sparse_prune",
     own_technique="pruning",
-    smallest=Config.smallest_settings,
+    smallest_settings=Config.smallest_settings,
     processes=1,
-    produces=(
+    result_keys=(
         "test_accuracy",
         "samples_per_second",
         "sparsity",
@@ -19,14 +19,14 @@ ENTRY = Entry(
         "bytes_compressed",
         "csr_seconds",
     ),
-    spread=lambda count: (
+    make_rank_settings=lambda count: (
         f"processes_per_node={count}",
         "every=4",
         "criterion=taylor",
         "export=false",
         "int8=false",
     ),
-    others=(
+    resume_variants=(
         ("schedule=rigl", "every=4", "optim.name=sgd", "processes_per_node=2", "export=false", "int8=false"),
         (
             "model=lenet5",
@@ -47,8 +47,10 @@ ENTRY = Entry(
         ),
     ),
     page_settings=("every=5", "export=false"),
-    page_commands={"make exp NAME=sparse_prune ARGS=sweep=true": "tests/complete/test_sparse_prune_sweep.py"},
-    exports=True,
-    evaluated=(("schedule=rigl", "every=4", "batch=16", "export=false", "int8=false"),),
-    transports=("memory", "tls"),
+    page_commands_tested_elsewhere={
+        "make exp NAME=sparse_prune ARGS=sweep=true": "tests/complete/test_sparse_prune_sweep.py"
+    },
+    tests_export=True,
+    evaluation_variants=(("schedule=rigl", "every=4", "batch=16", "export=false", "int8=false"),),
+    parity_transports=("memory", "tls"),
 )

@@ -24,7 +24,8 @@ def create_control_group(
     group or write a file of `limits`. Files of `optional` are skipped if they cannot be written.
     """
     version_1_root = CGROUP_ROOT / controller
-    group = (version_1_root if version_1_root.is_dir() else CGROUP_ROOT) / f"test-{os.getpid()}"
+    root = version_1_root if version_1_root.is_dir() else CGROUP_ROOT
+    group = root / f"test-{os.getpid()}"
     try:
         group.mkdir()
         for name, text in limits.items():

@@ -8,15 +8,16 @@ import random
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
-Case = TypeVar("Case")
+from tests.harness.repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
+Item = TypeVar("Item")
+
+
 SEED_VARIABLE = "TEST_SEED"
 ALL_CASES_VARIABLE = "ALL_CASES"
-"""Environment variable that `make verify` sets: lists of cases are executed whole."""
+"""Environment variable of `make verify`. If it is set, all cases of lists are executed."""
 
 
 def draw_seed(name: str) -> str:
@@ -26,7 +27,8 @@ def draw_seed(name: str) -> str:
     return f"{seed}/{name}"
 
 
-def open_stream(name: str) -> random.Random:
+def create_random(name: str) -> random.Random:
+    """Return a random number generator with the seed of `draw_seed`."""
     return random.Random(draw_seed(name))
 
 
@@ -37,14 +39,16 @@ def read_commit_seed() -> str:
     All workers of a test run must draw the same cases.
     """
     command = ["git", "rev-parse", "--short=12", "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = process.stdout.strip()
     return os.environ.get(SEED_VARIABLE) or commit or "0"
 
 
-def draw_cases(name: str, cases: Sequence[Case], count: int) -> list[Case]:
-    """Draw `count` cases of a list, and keep their order. `make verify` executes all cases."""
+def draw_cases(name: str, cases: Sequence[Item], count: int) -> list[Item]:
+    """Draw `count` cases of a list in the order of the list. `make verify` executes all cases."""
     if os.environ.get(ALL_CASES_VARIABLE):
         return list(cases)
     stream = random.Random(f"{read_commit_seed()}/{name}")
-    positions = stream.sample(range(len(cases)), min(count, len(cases)))
+    drawn_count = min(count, len(cases))
+    positions = stream.sample(range(len(cases)), drawn_count)
     return [cases[position] for position in sorted(positions)]

@@ -1,4 +1,4 @@
-"""Files and runs that tests of several pytest workers share. The first test that needs them creates them."""
+"""Folders and runs that the tests of all pytest workers share. The first test that needs one creates it."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import Done, run
+from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.experiments.registry import Entry
 
-Make = Callable[[Entry], Done]
+GetRun = Callable[[Entry], FinishedRun]
 
 
-def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+def create_folder_once(factory: pytest.TempPathFactory, name: str, fill_folder: Callable[[Path], Any]) -> Path:
     """Return a folder that `make` has filled, in this worker or in another one.
 
-    If `make` fails, the next test that needs the folder calls it again with an empty folder.
+    If `fill_folder` fails, the next test that needs the folder calls it again with an empty folder.
     """
     base = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent  # each worker has a folder in the common one
-    with locked(base / f"{name}.lock"):
+        base = base.parent  # the folders of the workers have a common parent
+    with hold_lock(base / f"{name}.lock"):
         tries = len(list(base.glob(f"{name}.try-*")))
-        path_file = base / f"{name}.done"
+        path_file = base / f"{name}.path"
         if not path_file.exists():
             folder = base / f"{name}.try-{tries}"
             folder.mkdir()
-            make(folder)
+            fill_folder(folder)
             path_file.write_text(str(folder))
         return Path(path_file.read_text())
 
 
 @contextlib.contextmanager
-def locked(file: Path) -> Iterator[None]:
+def hold_lock(file: Path) -> Iterator[None]:
     """Hold an exclusive lock in the `with` block."""
     with file.open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
         yield
 
 
-def run_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> Done:
-    """Return a run of an experiment that several tests read. None of them may change its folder."""
+def run_experiment_once(factory: pytest.TempPathFactory, key: str, name: str, *settings: str) -> FinishedRun:
+    """Return a run that all tests with this key share. None of them may change its folder."""
 
-    def make(folder: Path) -> None:
-        finished = run(name, *settings, runs=folder / "my runs")
+    def train(folder: Path) -> None:
+        finished = run_experiment(name, *settings, runs=folder / "my runs")
         record = dataclasses.asdict(finished) | {"runs": str(finished.runs), "command": [name, *settings]}
-        (folder / "done.json").write_text(json.dumps(record))
+        (folder / "run.json").write_text(json.dumps(record))
 
-    record = json.loads((make_once(factory, key, make) / "done.json").read_text())
+    record = json.loads((create_folder_once(factory, key, train) / "run.json").read_text())
     assert record["command"] == [name, *settings], f"{key} is the key of another run"
-    return Done(record["status"], record["out"], record["err"], Path(record["runs"]))
+    return FinishedRun(record["returncode"], record["stdout"], record["stderr"], Path(record["runs"]))

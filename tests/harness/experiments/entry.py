@@ -9,53 +9,54 @@ from typing import Any
 from common.config import config
 from configs.shared import TrainingExperiment
 
-MLP = ("model=mlp", "bucket_mb=0.05")  # several buckets, as for a larger model
-FEW_STEPS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
-SCORES = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
+MLP_SETTINGS = ("model=mlp", "bucket_mb=0.05")  # with several buckets, as in a larger model
+FEW_STEPS_SETTINGS = ("steps=4", "batch=6", "checkpoint.every_steps=2", "data.test_limit=20", "eval_batch=4")
+SCORE_KEYS = ("test_accuracy", "test_loss", "test_samples", "samples_per_second")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An experiment, its smallest settings, the keys of its result, and its part in tests of several experiments."""
+    """An experiment, its smallest settings, the keys of its result, and what shared tests need to know about it."""
 
     name: str
-    smallest: tuple[str, ...]
+    smallest_settings: tuple[str, ...]
     processes: int
-    produces: tuple[str, ...]
-    spread: Callable[[int], tuple[str, ...]]
+    result_keys: tuple[str, ...]
+    """Keys that the result of a run must contain."""
+    make_rank_settings: Callable[[int], tuple[str, ...]]
     """Returns the settings for a number of ranks. The batch size is 24."""
     own_technique: str = ""
-    """The folder of the technique that only this experiment uses, so that both can be deleted; otherwise empty."""
-    others: tuple[tuple[str, ...], ...] = ()
-    """Further settings with which a resumed run must equal an uninterrupted one bit for bit."""
-    learns_at_once: bool = True
-    """Whether the 40th loss of the smallest settings is below the first; if not, every 20th step is saved."""
-    keeps_ranks: bool = False
-    """Whether a run can only be resumed on as many ranks as saved the checkpoint."""
+    """Folder of the technique that only this experiment uses, or empty. Both can be deleted together."""
+    resume_variants: tuple[tuple[str, ...], ...] = ()
+    """Further settings with which a resumed run must equal an uninterrupted run bit for bit."""
+    loss_decreases_early: bool = True
+    """Whether the 40th loss is lower than the first. If not, the smallest settings must save every 20th step."""
+    fixes_rank_count: bool = False
+    """Whether a run can only be resumed on the number of ranks that have saved the checkpoint."""
     page_settings: tuple[str, ...] = ()
-    """Settings that make the commands of the pages small, and change none of the settings in these commands."""
-    page_commands: Mapping[str, str] = field(default_factory=dict)
+    """Settings that shorten the commands of the pages. None of them occurs in these commands."""
+    page_commands_tested_elsewhere: Mapping[str, str] = field(default_factory=dict)
     """Commands of the pages that are not executed as written, each with the test file that covers it."""
-    techniques: frozenset[str] | None = None
+    allowed_techniques: frozenset[str] | None = None
     """The techniques that a run may load; None if no test of loaded modules trains this experiment."""
-    exports: bool = False
+    tests_export: bool = False
     """Whether torch.export is tested with its network: one experiment for each kind of network."""
-    evaluated: tuple[tuple[str, ...], ...] = ()
+    evaluation_variants: tuple[tuple[str, ...], ...] = ()
     """Settings of runs whose trained model must have the same scores when it is evaluated on one rank."""
-    elastic_campaign: tuple[str, ...] | None = None
-    """Settings of the runs that campaigns strike with elastic=true; None if campaigns do not use this experiment."""
+    elastic_campaign_settings: tuple[str, ...] | None = None
+    """Settings of elastic runs in campaigns of faults; None if campaigns do not use this experiment."""
     cluster_settings: tuple[str, ...] = ()
-    """Settings of the runs that faults strike on a local cluster.
+    """Settings of runs with faults on a local cluster.
 
-    Models and batches are small, and the cables are slow. The runs wait more than they compute, so that a fault comes
-    in the middle of a run on any machine, also if other runs use the machine.
+    Models and batches are small, and the cables are slow. The runs wait more than they compute. Therefore, a fault
+    happens in the middle of a run on any machine, even if other runs use the machine.
     """
-    check_four_hosts: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether the result of 12 steps on four hosts is correct; None if no test trains the experiment on four hosts."""
-    transports: tuple[str, ...] = ()
-    """Further transports of the built-in backend, besides the network, with which two ranks must equal one."""
+    is_correct_on_four_hosts: Callable[[Mapping[str, Any]], bool] | None = None
+    """Returns whether the result of 12 steps on four hosts is correct. None if the experiment is not tested there."""
+    parity_transports: tuple[str, ...] = ()
+    """Transports of the built-in backend, besides the network, with which two ranks must equal one rank."""
 
     @property
-    def trains(self) -> bool:
-        """Whether the experiment trains a model, and so has losses and scores."""
+    def trains_model(self) -> bool:
+        """Whether the experiment trains a model. Then its runs have losses and scores."""
         return issubclass(config.import_schema(self.name), TrainingExperiment)

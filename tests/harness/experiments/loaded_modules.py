@@ -42,7 +42,7 @@ def list_loaded_modules() -> dict[str, str]:
     return files
 
 
-def train(name: str, settings: list[str], file: Path) -> None:
+def train_and_list_modules(name: str, settings: list[str], file: Path) -> None:
     """Train an experiment. Rank 0 writes the list of its modules to `file` after the final report."""
     sys.argv = [f"{name}.py", *settings, f"runs={file.parent / 'runs'}"]
     script = importlib.import_module(f"experiments.{name}")
@@ -65,7 +65,7 @@ if __name__ == "__main__":
         name, _, settings_text = argument.partition("=")
         child = os.fork()
         if child == 0 and settings_text:
-            train(name, settings_text.split(), folder / f"{name}.json")
+            train_and_list_modules(name, settings_text.split(), folder / f"{name}.json")
         elif child == 0:
             importlib.import_module(f"experiments.{name}")
             (folder / f"{name}.json").write_text(json.dumps(list_loaded_modules()))

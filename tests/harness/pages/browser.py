@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 SKIP_REASON = "needs chromium and chromedriver: apt-get install chromium chromium-driver"
-ARGUMENTS = (
+CHROMIUM_ARGUMENTS = (
     "--headless=new",
     "--no-sandbox",
     "--disable-dev-shm-usage",
@@ -23,7 +23,7 @@ ARGUMENTS = (
 
 
 @contextlib.contextmanager
-def browser() -> Iterator[Any]:
+def open_browser() -> Iterator[Any]:
     """Start a browser without network: no host name can be resolved, and all requests are logged."""
     chromium = shutil.which("chromium")
     driver = shutil.which("chromedriver")
@@ -34,7 +34,7 @@ def browser() -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = chromium
-    for argument in ARGUMENTS:
+    for argument in CHROMIUM_ARGUMENTS:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     chrome = webdriver.Chrome(options=options, service=Service(driver))
@@ -44,7 +44,7 @@ def browser() -> Iterator[Any]:
         chrome.quit()
 
 
-def requests(chrome: Any) -> list[str]:
+def read_requested_urls(chrome: Any) -> list[str]:
     """Return the URLs that the page has requested since the last call."""
     urls = []
     for log_entry in chrome.get_log("performance"):
@@ -54,13 +54,13 @@ def requests(chrome: Any) -> list[str]:
     return urls
 
 
-def set_width(chrome: Any, width: int, height: int = 900) -> None:
+def set_page_width(chrome: Any, width: int, height: int = 900) -> None:
     """Set the width of pages in pixels, which may be smaller than that of any window."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
-def set_scheme(chrome: Any, scheme: str) -> None:
+def set_color_scheme(chrome: Any, scheme: str) -> None:
     """Emulate a system that prefers light or dark pages."""
     features = [{"name": "prefers-color-scheme", "value": scheme}]
     chrome.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})

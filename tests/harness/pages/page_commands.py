@@ -1,4 +1,4 @@
-"""The commands of the pages, and a function that executes each of them with small settings."""
+"""List the commands of the pages, and execute each of them with small settings."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 from tests.benchmarks import tables
 from tests.benchmarks.__main__ import all_parts
-from tests.harness.commands import make_targets, warm
-from tests.harness.commands.processes import applicable, environment
-from tests.harness.commands.warm import ROOT
-from tests.harness.experiments.registry import BY_NAME, EXPERIMENTS
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.commands import execution, make_targets
+from tests.harness.commands.processes import make_environment, select_applicable_settings
+from tests.harness.experiments.registry import ENTRIES, ENTRY_BY_NAME
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 PAGES = tables.list_pages()
-WITH_REAL_MAKE = {"make compare", "make status"}  # make starts a real interpreter
-EXECUTED_BY_CI = {
+REAL_MAKE_COMMANDS = {"make compare", "make status"}  # executed by make, with a real interpreter
+CI_COMMANDS = {
     "make exp NAME=mnist_pipeline",
     "make lint",
     "make test-all",
     "make test-slurm",
 }  # lines of .ci/run
-EXECUTED_ELSEWHERE = {
+COMMANDS_TESTED_ELSEWHERE = {
     "make requirements": "needs the package index",
     "make tables": "tests/commands/test_numbers.py",
     "make test": "a part of make test-all",
@@ -67,12 +67,12 @@ TORCHRUN = (
     "torchrun --nnodes=2 --node-rank=0 --nproc-per-node=1 '--master-addr=<host>' --master-port=29500 "
     "experiments/ddp_multinode.py"
 )  # the command for two machines without SLURM
-EXECUTED_ELSEWHERE[TORCHRUN] = "tests/recovery/test_torchrun.py"
-for entry in EXPERIMENTS:
-    EXECUTED_ELSEWHERE.update(entry.page_commands)
+COMMANDS_TESTED_ELSEWHERE[TORCHRUN] = "tests/recovery/test_torchrun.py"
+for entry in ENTRIES:
+    COMMANDS_TESTED_ELSEWHERE.update(entry.page_commands_tested_elsewhere)
 
 
-def list_commands(*pages: Path) -> list[str]:
+def list_page_commands(*pages: Path) -> list[str]:
     """Return the lines of the pages' shell blocks, without comments."""
     commands = set()
     for page in pages:
@@ -82,35 +82,36 @@ def list_commands(*pages: Path) -> list[str]:
     return sorted(commands - {""})
 
 
-README = list_commands(ROOT / "README.md")
-OTHERS = [command for command in list_commands(*PAGES) if command not in README]
+README_COMMANDS = list_page_commands(ROOT / "README.md")
+OTHER_PAGE_COMMANDS = [command for command in list_page_commands(*PAGES) if command not in README_COMMANDS]
 
 
-def make_runs(folder: Path) -> Path:
-    """Write the runs for commands about runs, into `folder`/runs."""
+def write_page_runs(folder: Path) -> Path:
+    """Write runs into `folder`/runs, for commands about runs."""
     for number, name in enumerate(("mnist_pipeline", "ddp_multinode") * 2):
-        Made(name, number, 60).write(folder / "runs")
+        SyntheticRun(name, number, 60).write(folder / "runs")
     return folder
 
 
-def execute_target(arguments: list[str], place: Path, runs: Path) -> subprocess.CompletedProcess[str]:
+def execute_make_target(arguments: list[str], folder: Path, page_runs: Path) -> subprocess.CompletedProcess[str]:
     """Execute a make target in a folder with runs and configs."""
-    (place / "runs").symlink_to(runs / "runs")
-    (place / "configs").symlink_to(ROOT / "configs")
-    ids = iter(sorted(path.name for path in (runs / "runs").glob("*-*")))
+    (folder / "runs").symlink_to(page_runs / "runs")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    run_names = sorted(path.name for path in (page_runs / "runs").glob("*-*"))
+    ids = iter(run_names)
     arguments = [re.sub("<id>", lambda _: next(ids), argument) for argument in arguments]
-    if shlex.join(arguments) in WITH_REAL_MAKE:
+    if shlex.join(arguments) in REAL_MAKE_COMMANDS:
         return subprocess.run(
-            arguments, cwd=place, env=environment(), capture_output=True, text=True, timeout=120, check=False
+            arguments, cwd=folder, env=make_environment(), capture_output=True, text=True, timeout=120, check=False
         )
-    return make_targets.call(place, *arguments[1:])
+    return make_targets.call_target(folder, *arguments[1:])
 
 
-def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Path) -> None:
-    """Execute a command. If CI or another test executes it, check that it exists there."""
+def check_page_command(command: str, cache: Path, script_runs: Path, make_folder: Path, page_runs: Path) -> None:
+    """Execute a command, or check that the command exists if CI or another test executes it."""
     arguments = shlex.split(command)
     target = arguments[1] if arguments[0] == "make" else ""
-    if command in EXECUTED_BY_CI:
+    if command in CI_COMMANDS:
         lines = (ROOT / ".ci" / "run").read_text().splitlines()
         assert command in [line.removeprefix("timed ").removeprefix("tested ") for line in lines]
         return
@@ -121,24 +122,29 @@ def check_command(command: str, cache: Path, folder: Path, place: Path, runs: Pa
             names |= {f"NAME={part.name}", f"NAME={topic}"}
         assert arguments[2] in names
         return
-    if command in EXECUTED_ELSEWHERE or (target == "test" and len(arguments) > 2):
+    if command in COMMANDS_TESTED_ELSEWHERE or (target == "test" and len(arguments) > 2):
         assert not target or re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        test_file = EXECUTED_ELSEWHERE.get(command, arguments[-1].removeprefix("TESTS="))
+        test_file = COMMANDS_TESTED_ELSEWHERE.get(command, arguments[-1].removeprefix("TESTS="))
         assert not test_file.startswith("tests/") or (ROOT / test_file).exists()
         return
-    process = execute_target(arguments, place, runs) if target else execute_script(arguments, cache, folder)
+    process = (
+        execute_make_target(arguments, make_folder, page_runs)
+        if target
+        else execute_script(arguments, cache, script_runs)
+    )
     assert process.returncode == 0, process.stderr
     assert process.stdout
 
 
 def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:
-    """Execute a Python command of a page. An experiment gets settings for a short run."""
+    """Execute a Python command of a page. An experiment gets the settings of a short run."""
     script = arguments[1:2]
     small_settings: list[str] = []
     if arguments[1].startswith("experiments/"):
         settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
         settings.append("launch.threads=1")  # another worker uses the other core
         name = Path(arguments[1]).stem
-        small_settings = [*applicable(name, settings), *BY_NAME[name].page_settings]
+        small_settings = [*select_applicable_settings(name, settings), *ENTRY_BY_NAME[name].page_settings]
         script = [str(ROOT / arguments[1])]
-    return warm.execute([sys.executable, *script, *arguments[2:], *small_settings], env=environment())
+    argv = [sys.executable, *script, *arguments[2:], *small_settings]
+    return execution.execute_command(argv, env=make_environment())

@@ -30,8 +30,8 @@ from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.runs.folder import RunFolder
 from common.training.run import Run
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 
 
 def prepare_for(cfg: Any, cache: str) -> PreparedDataset:
@@ -129,6 +129,6 @@ def train_cases(module: str, folder: Path, cache: Path, count: int, cases: list[
     results_file = folder / f"results-{count}.pt"
     arguments = [*before, str(results_file), str(cache), str(count), *cases]
     command = [sys.executable, "-m", f"tests.harness.parity.{module}", *arguments]
-    process = warm.execute(command, env=environment(), timeout=250)
+    process = execution.execute_command(command, env=make_environment(), timeout=250)
     assert process.returncode == 0, process.stderr
     return dict(torch.load(results_file, weights_only=True))

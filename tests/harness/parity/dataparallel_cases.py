@@ -23,7 +23,7 @@ from common.training.run import Run
 from configs.resnet_dataparallel import Config
 from experiments import resnet_dataparallel
 from tests.harness.commands import processes
-from tests.harness.commands.processes import Done
+from tests.harness.commands.processes import FinishedRun
 from tests.harness.parity.cases import save_cases, train_script
 
 CASE = {
@@ -68,12 +68,12 @@ def train(cfg: Config, _: str, world: World, prepared: PreparedDataset, folder: 
     return outcome if world.is_main else {}
 
 
-def train_run(cache: Path, runs: Path, steps: int, *settings: str) -> tuple[Done, dict[str, Any]]:
+def train_run(cache: Path, runs: Path, steps: int, *settings: str) -> tuple[FinishedRun, dict[str, Any]]:
     """Train a complete run; return it with its losses, scores, and the parameters and buffers of its checkpoint."""
     length = (f"steps={steps}", f"checkpoint.every_steps={steps}")
     arguments = (*RUN_SETTINGS, f"data.cache={cache}", *length, *settings)
-    process = processes.run("resnet_dataparallel", *arguments, runs=runs, timeout=280)
-    assert process.status == 0, process.err + process.out
+    process = processes.run_experiment("resnet_dataparallel", *arguments, runs=runs, timeout=280)
+    assert process.returncode == 0, process.stderr + process.stdout
     attempt_folder = process.folder.list_attempts()[0].attempt_folder
     checkpoint = torch.load(attempt_folder / f"checkpoints/step-{steps:08d}/rank-0.pt", weights_only=True)
     scores = process.folder.result["scores"]

@@ -130,7 +130,7 @@ def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
 
 def drop_own_state() -> None:
     """Let each worker resume from the mean of all workers, as if they were equal
-    (tests/harness/runs/dropped_protection.py).
+    (tests/harness/runs/disabled_protection.py).
     """
     LocalState.load = TrainState.load  # type: ignore[method-assign]
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from common.ranks.rendezvous import World
 from configs.shared import Launch
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, wait_until
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment, wait_until
 from tests.harness.ranks.programs import run_on_ranks
 
 TIMEOUT_SECONDS = 2.0
@@ -56,7 +56,7 @@ def collect_from_ranks(size: int, function: Callable[[World], Any], seconds: flo
 def collect_outcomes(module: str, *names: str, **variables: str) -> dict[str, Any]:
     """Call functions of a module of this package in one new process, and return the outcomes by name."""
     command = [sys.executable, "-m", "tests.harness.pitfalls.outcomes", module, *names]
-    process = warm.execute(command, env=environment(**variables), timeout=250)
+    process = execution.execute_command(command, env=make_environment(**variables), timeout=250)
     assert process.returncode == 0, process.stderr
     return dict(json.loads(process.stdout.splitlines()[-1]))
 

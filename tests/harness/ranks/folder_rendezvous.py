@@ -18,7 +18,7 @@ from common.backend.certificates import Identity, create_identity_files, load_id
 from common.ranks.links.connecting import RankLinks, connect_ranks
 from common.ranks.links.memory_stream import SLOT_COUNT
 from common.ranks.links.socket_stream import PIECE_BYTES
-from tests.harness.commands.processes import PATIENCE, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, wait_until
 
 CONNECTION_KINDS = ("tcp", "tls", "memory")
 LARGE_BYTES = 3 * SLOT_COUNT * PIECE_BYTES + 5  # more than the buffers of the kernel or the shared memory hold
@@ -39,12 +39,12 @@ class FolderRendezvous:
         draft.write_text(value)
         draft.rename(self.folder / key.replace("/", "-"))
 
-    def get(self, key: str, seconds: float = PATIENCE) -> str:
+    def get(self, key: str, seconds: float = WAIT_TIMEOUT) -> str:
         file = self.folder / key.replace("/", "-")
         return str(wait_until(lambda: file.exists() and file.read_text(), key, seconds, pause=0.002))
 
     def join(self, rank: int, size: int, **options: Any) -> RankLinks:
-        defaults = {"group": "run", "address": "127.0.0.1", "setup_timeout": PATIENCE, "timeout": PATIENCE}
+        defaults = {"group": "run", "address": "127.0.0.1", "setup_timeout": WAIT_TIMEOUT, "timeout": WAIT_TIMEOUT}
         keywords: dict[str, Any] = defaults | {"warn": self.warnings.append} | self.options | options
         lookup = functools.partial(self.get, seconds=keywords["setup_timeout"])
         links = connect_ranks(rank, size, self.set, lookup, **keywords)

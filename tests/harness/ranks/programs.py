@@ -11,8 +11,8 @@ from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
 from configs.shared import Launch
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment, processes_of
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, make_environment
 
 
 def run_on_ranks(function: Callable[[World], object], size: int, settings: Launch) -> int:
@@ -25,16 +25,16 @@ def run_on_ranks(function: Callable[[World], object], size: int, settings: Launc
     return local_launcher.run_ranks(join_and_call, size, 1, lambda: None)
 
 
-def execute_program(name: str, *arguments: object, timeout: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+def execute_program(name: str, *arguments: object, timeout: float = WAIT_TIMEOUT) -> subprocess.CompletedProcess[str]:
     """Execute the program tests/harness/ranks/NAME.py with arguments."""
     command = [sys.executable, "-m", f"tests.harness.ranks.{name}", *map(str, arguments)]
-    return warm.execute(command, env=environment(), timeout=timeout)
+    return execution.execute_command(command, env=make_environment(), timeout=timeout)
 
 
 def execute_launch_case(case: str, folder: Path, backend: str = "auto") -> subprocess.CompletedProcess[str]:
     """Execute a case of launch_cases.py, and assert that no rank is left."""
     process = execute_program("launch_cases", case, folder, backend)
-    assert not processes_of(str(folder))
+    assert not find_processes(str(folder))
     return process
 
 

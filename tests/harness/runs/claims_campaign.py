@@ -1,10 +1,10 @@
-"""Execute start, resume and cancel at random moments: one attempt trains at a time, and no result is lost.
+"""Start, resume and cancel runs at random moments. Only one attempt may train at a time, and no result may be lost.
 
     python -m tests.harness.runs.claims_campaign --cases=50 --seed=1              on this machine, about ten minutes
     python -m tests.harness.runs.claims_campaign --cases=20 --seed=1 --cluster    on a new local SLURM cluster
 
-Each case starts a run and executes two commands: both while the run trains, or both after it has stopped. Afterwards
-the run is resumed until it is finished, and its losses must equal those of an undisturbed run bit for bit.
+Each case starts a run and executes two commands: while the run starts, while it trains, or after it has stopped. Then
+the run is resumed until it is finished. Its losses must equal those of an undisturbed run bit for bit.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from pathlib import Path
 from common.data.prepare import prepare_digits
 from common.runs.folder import RunFolder
 from slurm.reports import status
-from tests.harness.commands import warm
-from tests.harness.commands.processes import command, environment, processes_of, wait_until
-from tests.harness.slurm.site import Site, folder, up
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, make_environment, make_run_command, wait_until
+from tests.harness.repository import ROOT
+from tests.harness.slurm.cluster_site import Site, create_shared_folder, start_cluster
 
-NAME = "mnist_pipeline"
+EXPERIMENT = "mnist_pipeline"
 RUN_SETTINGS = (
     "width=32",
     "epochs=20",
@@ -38,104 +39,110 @@ RUN_SETTINGS = (
     "launch.threads=1",
     "checkpoint.every_seconds=1",
 )
-STEPS = 5000
-ALLOWED_OVERLAP = 2.0  # seconds during which two attempts may train at the same time
-STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
-PATIENCE = 150.0
-PAIRS = [
+TOTAL_STEPS = 5000
+MAX_OVERLAP_SECONDS = 2.0  # seconds during which two attempts may train at the same time
+MAX_STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
+COMMAND_TIMEOUT = 150.0  # seconds; also the time limit for the end of a run
+COMMAND_PAIRS = [
     *(("running", "resume", "resume"), ("running", "resume", "cancel"), ("running", "cancel", "resume")),
     *(("running", "cancel", "cancel"), ("stopped", "resume", "resume"), ("stopped", "resume", "cancel")),
-    ("beginning", "resume", "cancel"),
+    ("starting", "resume", "cancel"),
 ]
-"""When two commands are executed (while the run trains, after it has stopped, or while it starts), and the commands."""
-REFUSAL = re.compile(
+"""A phase of the run (starting, running or stopped) and the two commands that are executed in this phase."""
+REFUSAL_PATTERN = re.compile(
     r"is already running|is stopping|is still running|being started|being submitted|was superseded|is RUNNING"
     r"|is PENDING|was just started|has just finished|cannot start"
 )
-Done = subprocess.CompletedProcess[str]
+CompletedCommand = subprocess.CompletedProcess[str]
 
 
-class LocalPlace:
-    """Runs of this machine."""
+class LocalRuns:
+    """Runs on this machine."""
 
     def __init__(self, scratch: Path) -> None:
         self.runs = scratch / "runs"
         self.cache = scratch / "cache"
         prepare_digits(self.cache)
-        self.env = environment()
+        self.env = make_environment()
 
-    def start(self) -> Done:
-        settings = (*RUN_SETTINGS, f"steps={STEPS}", "data.name=digits", f"data.cache={self.cache}")
-        return warm.execute(command(NAME, *settings, runs=self.runs), env=self.env, timeout=PATIENCE)
+    def start(self) -> CompletedCommand:
+        settings = (*RUN_SETTINGS, f"steps={TOTAL_STEPS}", "data.name=digits", f"data.cache={self.cache}")
+        argv = make_run_command(EXPERIMENT, *settings, runs=self.runs)
+        return execution.execute_command(argv, env=self.env, timeout=COMMAND_TIMEOUT)
 
-    def resume(self, run: RunFolder, draw: random.Random) -> Done:
-        script = [sys.executable, str(warm.ROOT / "experiments" / f"{NAME}.py"), "--resume", str(run.path)]
+    def resume(self, run: RunFolder, random_stream: random.Random) -> CompletedCommand:
+        script = [sys.executable, str(ROOT / "experiments" / f"{EXPERIMENT}.py"), "--resume", str(run.path)]
         verb = [sys.executable, "-m", "slurm", "exp", f"--resume={run.path}", "--launch=local"]
-        return warm.execute(draw.choice([script, script, verb]), env=self.env, timeout=PATIENCE)
+        argv = random_stream.choice([script, script, verb])
+        return execution.execute_command(argv, env=self.env, timeout=COMMAND_TIMEOUT)
 
-    def cancel(self, run: RunFolder) -> Done:
+    def cancel(self, run: RunFolder) -> CompletedCommand:
         verb = [sys.executable, "-m", "slurm", "cancel", str(run.path)]
-        return warm.execute(verb, env=self.env, timeout=PATIENCE)
+        return execution.execute_command(verb, env=self.env, timeout=COMMAND_TIMEOUT)
 
     def read_state(self, run: RunFolder) -> str:
         return status.read_state(run)[0]
 
 
-class ClusterPlace:
-    """Runs of a local SLURM cluster. Some are resumed on this machine instead."""
+class ClusterRuns:
+    """Runs on a local SLURM cluster. Some of them are resumed on this machine."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.runs = site.runs / "campaign"
 
-    def start(self) -> Done:
-        return self.site.submit(NAME, "campaign", *RUN_SETTINGS, f"steps={STEPS}", options=("--nodes=1",))
+    def start(self) -> CompletedCommand:
+        return self.site.submit(EXPERIMENT, "campaign", *RUN_SETTINGS, f"steps={TOTAL_STEPS}", options=("--nodes=1",))
 
-    def resume(self, run: RunFolder, draw: random.Random) -> Done:
-        launch = draw.choice(["auto", "auto", "auto", "local"])
-        return self.site.call("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
+    def resume(self, run: RunFolder, random_stream: random.Random) -> CompletedCommand:
+        launch = random_stream.choice(["auto", "auto", "auto", "local"])
+        return self.site.execute_module("slurm", "exp", f"--resume={run.path}", f"--launch={launch}", status=None)
 
-    def cancel(self, run: RunFolder) -> Done:
-        return self.site.call("slurm", "cancel", str(run.path), status=None)
+    def cancel(self, run: RunFolder) -> CompletedCommand:
+        return self.site.execute_module("slurm", "cancel", str(run.path), status=None)
 
     def read_state(self, run: RunFolder) -> str:
-        table = self.site.call("slurm", "status", str(run.path), status=None).stdout.splitlines()
-        return table[-1].split()[1]
+        process = self.site.execute_module("slurm", "status", str(run.path), status=None)
+        last_row = process.stdout.splitlines()[-1]
+        return last_row.split()[1]
 
 
 @dataclasses.dataclass
-class Case:
+class ClaimCase:
     """A run, two commands that are executed on it, and the results."""
 
-    place: LocalPlace | ClusterPlace
-    when: str
+    target: LocalRuns | ClusterRuns
+    phase: str
+    """The phase of the run in which the commands are executed: starting, running or stopped."""
     commands: tuple[str, str]
-    draw: random.Random
-    outputs: list[tuple[str, Done]] = dataclasses.field(default_factory=list)
+    random_stream: random.Random
+    executed_commands: list[tuple[str, CompletedCommand]] = dataclasses.field(default_factory=list)
     """The finished commands, each with its name."""
     problems: list[str] = dataclasses.field(default_factory=list)
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """Each step with its loss, once the run is finished."""
+    """Each step with its loss. Set when the case has been executed."""
 
-    def run(self) -> RunFolder:
-        """Start the run, execute the commands, and check the results; adds to `problems`."""
-        earlier_runs = set(self.place.runs.glob("*")) if self.place.runs.exists() else set()
-        starter = self.call_later("start", 0.0)
-        run = wait_until(lambda: find_new_run(self.place.runs, earlier_runs), "the run has a folder", PATIENCE)
-        watch = Watch(run)
-        if self.when != "beginning":
-            wait_until(lambda: has_rows(run) or run.result, "the run trains", PATIENCE)
-        delay = self.draw.uniform(0.0, 2.0)
-        if self.when == "stopped":
+    def execute_commands(self) -> RunFolder:
+        """Start the run, execute the commands, and check the results. Appends to `problems`."""
+        earlier_runs = set(self.target.runs.glob("*"))  # empty if the folder does not exist
+        starter = self.start_command("start", 0.0)
+        run = wait_until(lambda: find_new_run(self.target.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
+        watch = MetricsWatch(run)
+        if self.phase != "starting":
+            wait_until(lambda: has_metrics(run) or run.result, "the run trains", COMMAND_TIMEOUT)
+        delay = self.random_stream.uniform(0.0, 2.0)
+        if self.phase == "stopped":
             time.sleep(delay)
-            self.call_later("cancel", 0.0, run).join()
+            self.start_command("cancel", 0.0, run).join()
             starter.join()
-            wait_until(lambda: not processes_of(str(run.path)), "the run has stopped", PATIENCE)
+            wait_until(lambda: not find_processes(str(run.path)), "the run has stopped", COMMAND_TIMEOUT)
             delay = 0.0
         threads = [starter]
         for name in self.commands:
-            threads.append(self.call_later(name, delay, run))
-            delay += self.draw.choice([0.0, self.draw.uniform(0.0, 0.5), self.draw.uniform(0.0, 3.0)])
+            threads.append(self.start_command(name, delay, run))
+            short_delay = self.random_stream.uniform(0.0, 0.5)
+            long_delay = self.random_stream.uniform(0.0, 3.0)
+            delay += self.random_stream.choice([0.0, short_delay, long_delay])
         for thread in threads:
             thread.join()
         self.wait_for_end(run)
@@ -144,14 +151,14 @@ class Case:
         self.check_outputs(run)
         return run
 
-    def call_later(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
+    def start_command(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
         """Execute a command after `delay` seconds in a thread."""
-        draw = random.Random(self.draw.random())
+        random_stream = random.Random(self.random_stream.random())
 
         def call() -> None:
             time.sleep(delay)
             try:
-                self.outputs.append((name, self.execute(name, run, draw)))
+                self.executed_commands.append((name, self.execute_command(name, run, random_stream)))
             except subprocess.TimeoutExpired:
                 self.problems.append(f"{name} did not exit")
 
@@ -159,60 +166,68 @@ class Case:
         thread.start()
         return thread
 
-    def execute(self, name: str, run: RunFolder | None, draw: random.Random) -> Done:
+    def execute_command(self, name: str, run: RunFolder | None, random_stream: random.Random) -> CompletedCommand:
         if name == "start":
-            return self.place.start()
+            return self.target.start()
         assert run is not None
-        return self.place.resume(run, draw) if name == "resume" else self.place.cancel(run)
+        if name == "resume":
+            return self.target.resume(run, random_stream)
+        return self.target.cancel(run)
 
     def wait_for_end(self, run: RunFolder) -> None:
         try:
-            wait_until(lambda: self.place.read_state(run) in status.FINAL_STATES, "the run has ended", PATIENCE, 0.3)
-            wait_until(lambda: not processes_of(str(run.path)), "all its processes have exited", PATIENCE, 0.3)
+            wait_until(
+                lambda: self.target.read_state(run) in status.FINAL_STATES, "the run has ended", COMMAND_TIMEOUT, 0.3
+            )
+            wait_until(lambda: not find_processes(str(run.path)), "all its processes have exited", COMMAND_TIMEOUT, 0.3)
         except TimeoutError as error:
             self.problems.append(str(error))
 
     def check_outputs(self, run: RunFolder) -> None:
         """Check that a refused command gives a reason, and that exit status 0 means that the run is finished."""
-        is_finished = "finished" in list_results(run)
-        for name, process in self.outputs:
+        is_finished = "finished" in list_result_states(run)
+        for name, process in self.executed_commands:
             output = process.stdout + process.stderr
             if "Traceback" in output:
                 self.problems.append(f"{name}: a traceback: {output}")
-            if name == "resume" and process.returncode == 2 and not REFUSAL.search(output):
+            if name == "resume" and process.returncode == 2 and not REFUSAL_PATTERN.search(output):
                 self.problems.append(f"{name}: refused without a reason: {output}")
-            has_trained = isinstance(self.place, LocalPlace) and name != "cancel"
+            has_trained = isinstance(self.target, LocalRuns) and name != "cancel"
             if has_trained and process.returncode == 0 and not is_finished:
                 self.problems.append(f"{name}: exit status 0, but no result is finished: {output}")
-        tables = [log for log in run.path.glob("attempts/*/logs/rank-*.log") if "test accuracy" in log.read_text()]
+        logs = run.path.glob("attempts/*/logs/rank-*.log")
+        tables = [log for log in logs if "test accuracy" in log.read_text()]
         if tables and not is_finished:
             self.problems.append(f"{tables} have a final table, but no result is finished")
 
-    def finish(self, run: RunFolder) -> None:
+    def resume_until_finished(self, run: RunFolder) -> None:
         """Resume the run until it is finished."""
         for _ in range(3):
             if run.result.get("state") == "finished":
                 return
-            if isinstance(self.place, LocalPlace):
-                process = self.place.resume(run, self.draw)
+            if isinstance(self.target, LocalRuns):
+                process = self.target.resume(run, self.random_stream)
             else:
-                process = self.place.site.call("slurm", "exp", f"--resume={run.path}", status=None)
-            self.outputs.append(("last resume", process))
+                process = self.target.site.execute_module("slurm", "exp", f"--resume={run.path}", status=None)
+            self.executed_commands.append(("last resume", process))
             self.wait_for_end(run)
         if run.result.get("state") != "finished":
-            self.problems.append(f"the run could not be finished: {self.outputs[-1][1]}")
+            self.problems.append(f"the run could not be finished: {self.executed_commands[-1][1]}")
 
     def describe(self) -> str:
-        """Return one line and, if there is a problem, the outputs of the commands."""
-        lines = [f"{self.when:<9} {' + '.join(self.commands):<16} {'; '.join(self.problems) or 'passed'}"]
+        """Return a line about the case and, if there is a problem, the outputs of the commands."""
+        commands = " + ".join(self.commands)
+        problems = "; ".join(self.problems)
+        lines = [f"{self.phase:<9} {commands:<16} {problems or 'passed'}"]
         if self.problems:
-            for name, process in self.outputs:
-                outputs = f"{process.stdout[-300:]!r} {process.stderr[-600:]!r}"
-                lines.append(f"    {name}: {process.returncode} {outputs}")
+            for name, process in self.executed_commands:
+                last_output = process.stdout[-300:]
+                last_errors = process.stderr[-600:]
+                lines.append(f"    {name}: {process.returncode} {last_output!r} {last_errors!r}")
         return "\n".join(lines)
 
 
-class Watch:
+class MetricsWatch:
     """Record, in a thread, when the metrics of each attempt of a run grow."""
 
     def __init__(self, run: RunFolder) -> None:
@@ -221,22 +236,23 @@ class Watch:
         self.seconds_after_cancel = 0.0
         """Seconds for which an attempt trained after `make cancel`."""
         self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.record)
+        self.thread = threading.Thread(target=self.record_growth)
         self.thread.start()
 
-    def record(self) -> None:
+    def record_growth(self) -> None:
         sizes: dict[int, int] = {}
         while not self.is_over.wait(0.1):
             for attempt in self.folder.list_attempts():
                 size = attempt.metrics_file.stat().st_size if attempt.metrics_file.exists() else 0
                 if size > sizes.get(attempt.number, 0):
                     self.growth_times.setdefault(attempt.number, []).append(time.time())
-                    self.record_cancelled()
+                    self.record_training_after_cancel()
                 sizes[attempt.number] = size
 
-    def record_cancelled(self) -> None:
+    def record_training_after_cancel(self) -> None:
         if self.folder.result.get("state") == "cancelled":
-            seconds = time.time() - (self.folder.path / "result.json").stat().st_mtime
+            result_file = self.folder.path / "result.json"
+            seconds = time.time() - result_file.stat().st_mtime
             self.seconds_after_cancel = max(self.seconds_after_cancel, seconds)
 
     def stop(self) -> None:
@@ -245,11 +261,15 @@ class Watch:
 
     def find_problems(self) -> list[str]:
         problems = []
-        if self.seconds_after_cancel > STOPPING_SECONDS:
+        if self.seconds_after_cancel > MAX_STOPPING_SECONDS:
             problems.append(f"the run trained for {self.seconds_after_cancel:.1f} s after it was cancelled")
-        for (number, times), (next_number, next_times) in itertools.pairwise(sorted(self.growth_times.items())):
-            overlap = min(times[-1], next_times[-1]) - max(times[0], next_times[0])
-            if overlap > ALLOWED_OVERLAP:
+        for number, next_number in itertools.pairwise(sorted(self.growth_times)):
+            times = self.growth_times[number]
+            next_times = self.growth_times[next_number]
+            first_end = min(times[-1], next_times[-1])
+            last_start = max(times[0], next_times[0])
+            overlap = first_end - last_start
+            if overlap > MAX_OVERLAP_SECONDS:
                 problems.append(f"attempts {number} and {next_number} trained together for {overlap:.1f} s")
         return problems
 
@@ -261,11 +281,11 @@ def find_new_run(runs: Path, earlier_runs: set[Path]) -> RunFolder | None:
     return None
 
 
-def has_rows(run: RunFolder) -> bool:
+def has_metrics(run: RunFolder) -> bool:
     return any(attempt.metrics_file.exists() for attempt in run.list_attempts())
 
 
-def list_results(run: RunFolder) -> list[str]:
+def list_result_states(run: RunFolder) -> list[str]:
     """Return the states in the results of the run and of its attempts."""
     folders = [RunFolder(run.path)]
     folders += [RunFolder(attempt.attempt_folder) for attempt in run.list_attempts()]
@@ -276,31 +296,36 @@ def list_losses(run: RunFolder) -> list[tuple[int, float]]:
     return [(row["global_step"], row["loss"]) for row in run.read_metrics() if "loss" in row]
 
 
-def train_undisturbed(place: LocalPlace | ClusterPlace) -> list[tuple[int, float]]:
-    """Train an undisturbed run, the first one of its place; return its losses."""
-    place.start()
-    (path,) = place.runs.glob("*-*")
-    wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", PATIENCE)
+def train_undisturbed(target: LocalRuns | ClusterRuns) -> list[tuple[int, float]]:
+    """Train an undisturbed run, which must be the first one of `target`; return its losses."""
+    target.start()
+    (path,) = target.runs.glob("*-*")
+    wait_until(lambda: RunFolder(path).result, "the undisturbed run is finished", COMMAND_TIMEOUT)
     losses = list_losses(RunFolder(path))
-    assert len(losses) == STEPS, RunFolder(path).result
+    assert len(losses) == TOTAL_STEPS, RunFolder(path).result
     return losses
 
 
-def do_case(
-    place: LocalPlace | ClusterPlace, draw: random.Random, pair: tuple[str, str, str], *, finishes: bool = True
-) -> Case:
+def execute_case(
+    target: LocalRuns | ClusterRuns,
+    random_stream: random.Random,
+    pair: tuple[str, str, str],
+    *,
+    resumes_until_finished: bool = True,
+) -> ClaimCase:
     """Execute a case and print a line about it.
 
-    If it `finishes`, the run is resumed until it is finished. The metrics must contain each step once.
+    With `resumes_until_finished`, the run is resumed until it is finished. The metrics must contain each step once.
     """
-    when, first_command, second_command = pair
-    case = Case(place, when, (first_command, second_command), random.Random(draw.random()))
-    run = case.run()
-    if finishes:
-        case.finish(run)
+    phase, first_command, second_command = pair
+    case = ClaimCase(target, phase, (first_command, second_command), random.Random(random_stream.random()))
+    run = case.execute_commands()
+    if resumes_until_finished:
+        case.resume_until_finished(run)
     case.losses = list_losses(run)
-    steps = STEPS if finishes else len(case.losses)
-    if [step for step, _ in case.losses] != list(range(1, steps + 1)):
+    steps = TOTAL_STEPS if resumes_until_finished else len(case.losses)
+    logged_steps = [step for step, _ in case.losses]
+    if logged_steps != list(range(1, steps + 1)):
         case.problems.append("the metrics do not contain each step once")
     print(f"{run.path.name}  {case.describe()}", flush=True)
     if not case.problems:
@@ -308,12 +333,14 @@ def do_case(
     return case
 
 
-def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[tuple[str, str, str]]) -> list[Case]:
+def execute_cases(
+    target: LocalRuns | ClusterRuns, random_stream: random.Random, pairs: list[tuple[str, str, str]]
+) -> list[ClaimCase]:
     """Execute a case for each pair, and compare its losses with those of an undisturbed run."""
-    expected_losses = train_undisturbed(place)
+    expected_losses = train_undisturbed(target)
     cases = []
     for pair in pairs:
-        case = do_case(place, draw, pair)
+        case = execute_case(target, random_stream, pair)
         if case.losses != expected_losses:
             case.problems.append("the losses differ from those of an undisturbed run")
             print(case.describe(), flush=True)
@@ -321,10 +348,10 @@ def do_cases(place: LocalPlace | ClusterPlace, draw: random.Random, pairs: list[
     return cases
 
 
-def choose_pairs(count: int, draw: random.Random) -> list[tuple[str, str, str]]:
+def choose_command_pairs(count: int, random_stream: random.Random) -> list[tuple[str, str, str]]:
     """Choose `count` pairs, each equally often, in random order."""
-    pairs = [PAIRS[number % len(PAIRS)] for number in range(count)]
-    draw.shuffle(pairs)
+    pairs = [COMMAND_PAIRS[number % len(COMMAND_PAIRS)] for number in range(count)]
+    random_stream.shuffle(pairs)
     return pairs
 
 
@@ -336,16 +363,16 @@ def main() -> int:
     arguments = parser.parse_args()
     print(f"--seed={arguments.seed} --cases={arguments.cases} repeats the random choices", flush=True)
     draw = random.Random(arguments.seed)
-    pairs = choose_pairs(arguments.cases, draw)
+    pairs = choose_command_pairs(arguments.cases, draw)
     started = time.monotonic()
     if arguments.cluster:
-        with folder() as scratch:
+        with create_shared_folder() as scratch:
             prepare_digits(scratch / "cache")
-            with up(Site(scratch / "site", scratch / "cache")) as site:
-                cases = do_cases(ClusterPlace(site), draw, pairs)
+            with start_cluster(Site(scratch / "site", scratch / "cache")) as site:
+                cases = execute_cases(ClusterRuns(site), draw, pairs)
     else:
         scratch = Path(tempfile.mkdtemp(prefix="claims-"))
-        cases = do_cases(LocalPlace(scratch), draw, pairs)
+        cases = execute_cases(LocalRuns(scratch), draw, pairs)
     failed = [case for case in cases if case.problems]
     seconds = time.monotonic() - started
     print(f"{len(cases)} cases, {len(failed)} with problems, {seconds:.0f} s, seed {arguments.seed}")

@@ -1,4 +1,4 @@
-"""Commands that read runs with a damaged file: they print at most one line, and overwrite nothing."""
+"""Check that commands print at most one line about a damaged file of a run, and overwrite nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.folder import RunFolder
-from tests.harness.commands import in_process
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.commands import in_process_calls
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
-FILES = (
+RUN_FILES = (
     "config.yaml",
     "meta.json",
     "result.json",
@@ -29,7 +29,15 @@ FILES = (
 )
 
 
-OTHER_TYPES = {dict: "text", list: 7, str: {"a": 1}, int: "seven", float: [1.5], bool: "no", type(None): [None]}
+VALUES_OF_OTHER_TYPES = {
+    dict: "text",
+    list: 7,
+    str: {"a": 1},
+    int: "seven",
+    float: [1.5],
+    bool: "no",
+    type(None): [None],
+}
 """For each JSON type, a value of another type."""
 
 
@@ -39,27 +47,30 @@ def read_first_object(content: bytes) -> Any:
     return json.loads(content.splitlines()[0] if has_json_lines else content)
 
 
-def null_values(content: bytes) -> bytes:
+def replace_values_by_null(content: bytes) -> bytes:
     """Replace every value of a JSON object by null."""
     try:
-        return json.dumps(dict.fromkeys(read_first_object(content))).encode() + b"\n"
+        nulls = dict.fromkeys(read_first_object(content))
+        return json.dumps(nulls).encode() + b"\n"
     except (ValueError, TypeError):
         return b"null: null\n"
 
 
-def other_types(content: bytes) -> bytes:
+def replace_values_by_other_types(content: bytes) -> bytes:
     """Replace every value of a JSON object by a value of another type."""
     try:
         fields = read_first_object(content).items()
     except (ValueError, AttributeError):
         return b"seed: [1]\ndata: 5\n"
-    return json.dumps({name: OTHER_TYPES[type(field)] for name, field in fields}).encode() + b"\n"
+    replaced = {name: VALUES_OF_OTHER_TYPES[type(field)] for name, field in fields}
+    return json.dumps(replaced).encode() + b"\n"
 
 
 def drop_keys(content: bytes) -> bytes:
     """Remove every second key of a JSON object and of the objects in it."""
     try:
-        return json.dumps(drop_every_second_key(read_first_object(content))).encode() + b"\n"
+        remaining = drop_every_second_key(read_first_object(content))
+        return json.dumps(remaining).encode() + b"\n"
     except ValueError:
         return b"seed: 0\n"
 
@@ -78,8 +89,8 @@ DAMAGES: dict[str, Damage] = {
     "empty": lambda content: b"",
     "half": lambda content: content[: len(content) // 2],
     "a list": lambda content: b'[1, "two", null]\n',
-    "nulls": null_values,
-    "other types": other_types,
+    "nulls": replace_values_by_null,
+    "other types": replace_values_by_other_types,
     "missing names": drop_keys,
 }
 
@@ -89,21 +100,22 @@ def compute_digests(folder: Path) -> dict[str, str]:
     digests = {}
     for path in folder.rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
-            digests[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+            name = str(path.relative_to(folder))
+            digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digests
 
 
-def check_commands(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
+def check_commands_on_damaged_run(source: RunFolder, name: str, damage: str, tmp_path: Path) -> None:
     """Damage the file `name` in a copy of a finished run, and call every command that reads runs."""
     runs = tmp_path / "runs"
     run = runs / source.path.name
     shutil.copytree(source.path, run, ignore=shutil.ignore_patterns("code"))
     (run / "attempts/0001/changed.json").write_text('{"optim.lr": ["0.1", "0.2"]}')
     (run / name).write_bytes(DAMAGES[damage]((run / name).read_bytes()))
-    call_all(run)
+    check_all_commands(run)
 
 
-OF_A_RUN = {
+RUN_COMMANDS = {
     "status": "status --json=1 -- {}",
     "logs": "logs -- {}",
     "cancel": "cancel -- {}",
@@ -113,13 +125,13 @@ OF_A_RUN = {
     "evaluate": "evaluate -- {}",
     "export": "export -- {}",
 }
-"""The commands that take RUN."""
+"""The commands with the argument RUN, with {} instead of the run."""
 
 
-def call_all(run: Path) -> None:
-    """Call every command that reads runs, on this run and on all runs: at most one line, and nothing is written."""
+def check_all_commands(run: Path) -> None:
+    """Call every command that reads runs, and check that it prints at most one error and writes nothing."""
     runs = run.parent
-    Made("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
+    SyntheticRun("ddp_multinode", 1, 20).write(runs)  # a second, undamaged run
     digests = compute_digests(runs)
     runs_option = f"--runs-folder={runs}"
     commands = {
@@ -128,11 +140,12 @@ def call_all(run: Path) -> None:
         "prune": ["prune-runs", runs_option],
         "sync": ["sync", runs_option, "--dry-run=1"],
     }
-    for name, template in OF_A_RUN.items():
-        commands[name] = [argument.replace("{}", str(run)) for argument in template.split(" ")]
+    for name, template in RUN_COMMANDS.items():
+        arguments = template.split(" ")
+        commands[name] = [argument.replace("{}", str(run)) for argument in arguments]
 
     for name, arguments in commands.items():
-        process = in_process.run_verb(*arguments, status=None)
+        process = in_process_calls.call_verb(*arguments, status=None)
         assert process.returncode in (0, 1, 2, 3), (name, process)
         errors = [line for line in process.stderr.splitlines() if not line.startswith("WARNING")]
         assert len(errors) <= 1, (name, process.stderr)
@@ -140,6 +153,6 @@ def call_all(run: Path) -> None:
         if process.returncode == 2:
             assert errors and errors[0].startswith("error: "), (name, process.stderr)
         assert compute_digests(runs) == digests, f"{name} has written into a run"
-    table = in_process.run_verb("status", runs_option).stdout
+    table = in_process_calls.call_verb("status", runs_option).stdout
     assert "ddp_multinode-2026" in table, "the undamaged run is missing in the table"
     assert "FINISHED" in table

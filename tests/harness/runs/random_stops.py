@@ -1,9 +1,9 @@
-"""Stop a run at random moments, from its preparation to its final report, and resume it.
+"""Stop runs at random moments between the preparation of the data and the final report, and resume them.
 
     python -m tests.harness.runs.random_stops --images=60000 --moments=20       forty trials, about half an hour
 
 Each trial prepares a folder of small JPEGs, trains, evaluates and saves. The moment is uniform in the duration of a
-complete run. The resumed run must be equal to the bit to a run without interruption.
+complete run. The resumed run must equal an uninterrupted run bit for bit.
 """
 
 from __future__ import annotations
@@ -25,90 +25,84 @@ import numpy as np
 from PIL import Image
 
 from common.runs.folder import RunFolder
-from tests.harness.commands import warm
-from tests.harness.commands.processes import command, environment, processes_of
-from tests.harness.commands.warm import ROOT
-from tests.harness.environment.randomness import open_stream
-from tests.harness.runs.resuming import differences
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, get_only_run, make_environment, make_run_command
+from tests.harness.environment.randomness import create_random
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import find_differences, resume_run
 
-CLASSES = 10
-SIDE = 32  # pixels
+CLASS_COUNT = 10
+IMAGE_SIZE = 32  # pixels
 MAX_STOP_SECONDS = 10.0
-NAME = "ddp_multinode"
-SETTINGS = ("data.name=imagefolder", f"data.image_size={SIDE}", "batch=64", "steps=30", "epochs=1",
-            "optim.warmup=0", "checkpoint.every_steps=10", "checkpoint.every_seconds=0",
-            "log.progress=none", "launch.threads=1", "processes_per_node=2")  # fmt: skip
+EXPERIMENT = "ddp_multinode"
+RUN_SETTINGS = (
+    *("data.name=imagefolder", f"data.image_size={IMAGE_SIZE}", "batch=64", "steps=30", "epochs=1", "optim.warmup=0"),
+    *("checkpoint.every_steps=10", "checkpoint.every_seconds=0"),
+    *("log.progress=none", "launch.threads=1", "processes_per_node=2"),
+)
 
 
 @dataclasses.dataclass
 class Trial:
     """The outcome of one stopped run."""
 
-    number: signal.Signals
-    moment: float
+    signal_number: signal.Signals
+    stop_moment: float
     """Seconds from the start to the stop request."""
     stop_seconds: float = math.nan
     """Seconds from the stop request to the end of the processes."""
-    status: int | None = None
+    exit_status: int | None = None
     """Exit status of the stopped run."""
-    reached: str = "?"
+    progress: str = "?"
+    """The phase or the last step when the run was stopped."""
     problem: str = ""
     """The first difference from the complete run, or the error."""
 
-    def line(self) -> str:
+    def format_line(self) -> str:
         """Return a line of the report."""
-        progress = f"{self.number.name:<8} after {self.moment:6.2f} s, {self.reached:<24}"
-        stop = f"stopped within {self.stop_seconds:5.2f} s, status {self.status}"
-        return f"{progress} {stop}  {self.problem or 'equal to the bit'}"
+        progress = f"{self.signal_number.name:<8} after {self.stop_moment:6.2f} s, {self.progress:<24}"
+        stop = f"stopped within {self.stop_seconds:5.2f} s, status {self.exit_status}"
+        return f"{progress} {stop}  {self.problem or 'equal bit for bit'}"
 
 
-def make_images(root: Path, count: int) -> None:
-    """Write `count` JPEGs, five of six for training: noise around a grey level of their class."""
+def write_image_folder(root: Path, count: int) -> None:
+    """Write `count` JPEGs of noise around a gray level per class. Five of six are for training."""
     generator = np.random.default_rng(0)
     train_count = count * 5 // 6
     for part, part_count in (("train", train_count), ("val", count - train_count)):
-        for label in range(CLASSES):
+        for label in range(CLASS_COUNT):
             (root / part / f"class-{label}").mkdir(parents=True)
         for number in range(part_count):
-            label = number % CLASSES
-            pixels = generator.integers(0, 60, (SIDE, SIDE, 3)) + 19 * label
+            label = number % CLASS_COUNT
+            pixels = generator.integers(0, 60, (IMAGE_SIZE, IMAGE_SIZE, 3)) + 19 * label
             image = Image.fromarray(pixels.astype(np.uint8))
             image.save(root / part / f"class-{label}" / f"{number}.jpg", quality=80)
 
 
-def start(root: Path, place: Path, *, real: bool) -> warm.Command:
-    argv = command(NAME, *SETTINGS, f"data.root={root}", f"data.cache={place / 'cache'}", runs=place / "runs")
-    return warm.Command(argv, env=environment(), session=True, real=real)
+def start_run(images: Path, folder: Path) -> execution.Command:
+    argv = make_run_command(
+        EXPERIMENT, *RUN_SETTINGS, f"data.root={images}", f"data.cache={folder / 'cache'}", runs=folder / "runs"
+    )
+    return execution.Command(argv, env=make_environment(), new_session=True)
 
 
-def resume(folder: RunFolder) -> None:
-    argv = [sys.executable, str(ROOT / "experiments" / f"{NAME}.py"), "--resume", str(folder.path)]
-    process = warm.execute(argv, env=environment(), timeout=600)
-    assert process.returncode == 0, process.stdout + process.stderr
-
-
-def run_to_the_end(root: Path, place: Path) -> tuple[RunFolder, float]:
+def run_uninterrupted(images: Path, folder: Path) -> tuple[RunFolder, float]:
     """Run without interruption. Return the run folder and the duration in seconds."""
     started = time.monotonic()
-    process = start(root, place, real=False)
+    process = start_run(images, folder)
     out, err = process.communicate(600)
     assert process.returncode == 0, out + err
-    return get_only_run(place), time.monotonic() - started
+    return get_only_run(folder / "runs"), time.monotonic() - started
 
 
-def get_only_run(place: Path) -> RunFolder:
-    (path,) = (place / "runs").iterdir()
-    return RunFolder(path)
-
-
-def describe_progress(place: Path) -> str:
+def describe_progress(folder: Path) -> str:
     """Return the phase or the last step of a run."""
-    paths = list((place / "runs").glob("*")) if (place / "runs").exists() else []
+    paths = list((folder / "runs").glob("*"))  # empty if the folder does not exist
     if not paths:
         return "preparing"
-    folder = RunFolder(paths[0])
-    rows = folder.read_metrics()
-    if folder.result.get("state") == "finished":
+    run = RunFolder(paths[0])
+    rows = run.read_metrics()
+    if run.result.get("state") == "finished":
         return "finished"
     if any("test_loss" in row for row in rows):
         return "evaluated"
@@ -116,60 +110,64 @@ def describe_progress(place: Path) -> str:
     return f"step {last_step}"
 
 
-def execute_trial(root: Path, complete_run: RunFolder, place: Path, number: signal.Signals, moment: float) -> Trial:
-    """Stop a new run after `moment` seconds, resume it, and compare it with the complete run.
+def execute_trial(
+    images: Path, complete_run: RunFolder, folder: Path, signal_number: signal.Signals, stop_moment: float
+) -> Trial:
+    """Stop a new run after `stop_moment` seconds, resume it, and compare it with the complete run.
 
     A failure is recorded, so that the next trials are executed.
     """
-    trial = Trial(number, moment)
-    process = start(root, place, real=False)
+    trial = Trial(signal_number, stop_moment)
+    process = start_run(images, folder)
     try:
-        stop(process, trial)
-        trial.reached = describe_progress(place)
-        assert not processes_of(str(place)), "a process has outlived the run"
-        if trial.reached == "preparing":
-            run_to_the_end(root, place)
-            assert not list((place / "cache").glob(".imagefolder-*")), "partly written arrays were not deleted"
+        stop_run(process, trial)
+        trial.progress = describe_progress(folder)
+        assert not find_processes(str(folder)), "a process has outlived the run"
+        if trial.progress == "preparing":
+            run_uninterrupted(images, folder)
+            assert not list((folder / "cache").glob(".imagefolder-*")), "partly written arrays were not deleted"
         else:
-            resume(get_only_run(place))
-        for name in differences(complete_run, get_only_run(place))[:1]:
+            resumed = resume_run(ENTRY_BY_NAME[EXPERIMENT], get_only_run(folder / "runs"), timeout=600)
+            assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        for name in find_differences(complete_run, get_only_run(folder / "runs"))[:1]:
             trial.problem = f"DIFFERENT: {name}"
     except Exception as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         last_line = lines[-1] if lines else ""
         trial.problem = f"FAILED: {type(error).__name__}: {last_line}"
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        for pid in processes_of(str(place)):
+        for pid in find_processes(str(folder)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return trial
 
 
-def stop(process: warm.Command, trial: Trial) -> None:
-    """Send the signal of a trial at its moment, and wait for the end of the run."""
-    time.sleep(trial.moment)
+def stop_run(process: execution.Command, trial: Trial) -> None:
+    """Send the signal of a trial at the moment of the trial, and wait until the run has stopped."""
+    time.sleep(trial.stop_moment)
     started = time.monotonic()
-    process.send_signal(trial.number)
+    process.send_signal(trial.signal_number)
     out, err = process.communicate(600)
     trial.stop_seconds = time.monotonic() - started
-    trial.status = process.returncode
+    trial.exit_status = process.returncode
     assert "Traceback" not in err, out + err
 
 
-def trials(images: int, moments: int, draw: random.Random, scratch: Path) -> list[Trial]:
+def execute_trials(image_count: int, moments: int, random_stream: random.Random, scratch: Path) -> list[Trial]:
     """Execute `moments` trials each for Ctrl-C and a cluster's stop request. Folders of failed trials are kept."""
-    root = scratch / "images"
-    make_images(root, images)
-    complete_run, seconds = run_to_the_end(root, scratch / "complete")
+    images = scratch / "images"
+    write_image_folder(images, image_count)
+    complete_run, seconds = run_uninterrupted(images, scratch / "complete")
     executed = []
     for index in range(2 * moments):
-        place = scratch / f"trial-{index}"
-        number = (signal.SIGINT, signal.SIGUSR2)[index % 2]
-        trial = execute_trial(root, complete_run, place, number, draw.uniform(0, seconds))
+        folder = scratch / f"trial-{index}"
+        signal_number = (signal.SIGINT, signal.SIGUSR2)[index % 2]
+        stop_moment = random_stream.uniform(0, seconds)
+        trial = execute_trial(images, complete_run, folder, signal_number, stop_moment)
         executed.append(trial)
-        print(trial.line(), flush=True)
-        shutil.rmtree(place / "cache" if trial.problem else place, ignore_errors=True)
-    shutil.rmtree(root)
+        print(trial.format_line(), flush=True)
+        shutil.rmtree(folder / "cache" if trial.problem else folder, ignore_errors=True)
+    shutil.rmtree(images)
     return executed
 
 
@@ -179,7 +177,7 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=20)
     arguments = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="moments-"))
-    executed = trials(arguments.images, arguments.moments, open_stream("random moments"), scratch)
+    executed = execute_trials(arguments.images, arguments.moments, create_random("random moments"), scratch)
     failed = [trial for trial in executed if trial.problem]
     slow = [trial for trial in executed if trial.stop_seconds > MAX_STOP_SECONDS]
     all_seconds = [trial.stop_seconds for trial in executed if not math.isnan(trial.stop_seconds)]

@@ -16,7 +16,7 @@ from common.config import config, config_keys
 from common.runs.folder import RunFolder, write_atomic, write_json
 from configs.shared import TrainingExperiment
 
-STARTED = 1_790_000_000.0  # seconds since 1970: the first run
+FIRST_START_TIME = 1_790_000_000.0  # start time of run 0, in seconds since 1970
 SECONDS_BETWEEN_RUNS = 3600.0
 
 
@@ -26,11 +26,15 @@ def write_rows(attempt: RunFolder, rows: Iterable[dict[str, Any]]) -> None:
 
 
 @dataclasses.dataclass
-class Made:
-    """A run that was never executed. Its attempts share the steps; each repeats the last steps of the one before."""
+class SyntheticRun:
+    """A run folder that is written without training.
+
+    The steps are divided among the attempts. Each attempt repeats the last five steps of the previous attempt.
+    """
 
     name: str = "ddp_multinode"
     number: int = 0
+    """Runs start in the order of their numbers."""
     steps: int = 200
     attempts: int = 1
     state: str = "finished"
@@ -41,13 +45,14 @@ class Made:
     """Entries of result.json. Groups such as `measured` are merged with the default entries."""
 
     def write(self, runs: Path) -> RunFolder:
+        """Write the run into a folder of runs."""
         schema = config.import_schema(self.name)
         file_settings = config.read_config_file(config.ROOT / "configs" / f"{self.name}.yaml")
         data_settings = config_keys.drop_training_keys(schema, {"data.name": "digits"})
         changes = data_settings | {"runs": str(runs)} | self.settings
         settings = config.build_config(schema, [file_settings, changes])
         batch = settings.batch if isinstance(settings, TrainingExperiment) else 0
-        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(STARTED + SECONDS_BETWEEN_RUNS * self.number))
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(FIRST_START_TIME + SECONDS_BETWEEN_RUNS * self.number))
         folder = RunFolder(runs / f"{self.name}-{stamp}-{self.number:04x}")
         folder.path.mkdir(parents=True)
         write_atomic(folder.path / "config.yaml", config.format_yaml(settings))
@@ -70,12 +75,12 @@ class Made:
             write_json(folder.path / "result.json", self.make_result(trained_steps, batch))
         return folder
 
-    def write_attempt(self, attempt: RunFolder, begin: int, end: int, batch: int, processes: int) -> None:
+    def write_attempt(self, attempt: RunFolder, first_step: int, last_step: int, batch: int, processes: int) -> None:
         """Write the files of an attempt."""
         world = {"processes": processes, "nodes": 1, "hosts": ["vm"] * processes, "device": "cpu"}
         write_json(attempt.attempt_folder / "world.json", world)
         lines = []
-        for step in range(begin + 1, end + 1):
+        for step in range(first_step + 1, last_step + 1):
             noise = random.Random(self.number * 1_000_003 + step).gauss(0, 0.02)  # a repeated step has the same noise
             loss = 2.3 * math.exp(-3 * step / self.steps) + 0.05 + noise
             seconds = self.step_seconds * (step + 30 * (1 - math.cos(step / 300)))  # increases with every step
@@ -85,10 +90,10 @@ class Made:
                 scores = f'"test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}, "test_samples": 10000'
                 lines.append(f"{head}, {scores}}}\n")
         attempt.metrics_file.write_text("".join(lines))
-        heartbeat_time = time.time() if self.state == "running" else STARTED
+        heartbeat_time = time.time() if self.state == "running" else FIRST_START_TIME
         for rank in range(processes):
-            attempt.write_heartbeat(rank, end, heartbeat_time)
-            attempt.log_file(rank).write_text("it began\n")
+            attempt.write_heartbeat(rank, last_step, heartbeat_time)
+            attempt.log_file(rank).write_text("training started\n")
 
     def make_result(self, last_step: int, batch: int) -> dict[str, Any]:
         """Return the content of result.json."""
@@ -100,21 +105,27 @@ class Made:
         content |= {"exit_status": 0, "data": "digits", "scores": scores}
         content["timings"] = {"samples_per_second": batch / self.step_seconds}
         for name, value in self.result.items():
-            is_group = isinstance(value, dict)
-            content[name] = content.get(name, {}) | value if is_group else value
+            if isinstance(value, dict):
+                content[name] = content.get(name, {}) | value
+            else:
+                content[name] = value
         return content
 
 
-def write_six(runs: Path) -> Path:
+def write_example_runs(runs: Path) -> Path:
     """Write six runs: three finished (one of them after two restarts), one failed, one running, one without steps."""
-    pipeline = {"measured": {"idle_share": [0.2, 0.4]}, "memory": {"rank 0": 200_000_000, "rank 1": 300_000_000}}
-    Made("mnist_pipeline", 0, 1000, result=pipeline).write(runs)
-    Made("mnist_pipeline", 1, 1000, attempts=3, settings={"optim.lr": "0.05"}, result=pipeline).write(runs)
-    measured = {"communication_seconds": 0.02, "communication_exposed": 0.5, "efficiency": 0.9}
-    exchanged: dict[str, Any] = {"measured": measured, "timings": {"step_seconds": 0.05}}
-    exchanged["memory"] = {"rank 0": 400_000_000, "rank 1": 500_000_000}
-    Made("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=exchanged).write(runs)
-    Made("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
-    Made("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
-    Made("ddp_multinode", 5, 0, state="lost").write(runs)
+    pipeline_result: dict[str, Any] = {"measured": {"idle_share": [0.2, 0.4]}}
+    pipeline_result["memory"] = {"rank 0": 200_000_000, "rank 1": 300_000_000}
+    finished = SyntheticRun("mnist_pipeline", 0, 1000, result=pipeline_result)
+    finished.write(runs)
+    restarted = dataclasses.replace(finished, number=1, attempts=3, settings={"optim.lr": "0.05"})
+    restarted.write(runs)
+
+    data_parallel_result: dict[str, Any] = {"timings": {"step_seconds": 0.05}}
+    data_parallel_result["measured"] = {"communication_seconds": 0.02, "communication_exposed": 0.5, "efficiency": 0.9}
+    data_parallel_result["memory"] = {"rank 0": 400_000_000, "rank 1": 500_000_000}
+    SyntheticRun("ddp_multinode", 2, 600, settings={"strategy": "ddp"}, result=data_parallel_result).write(runs)
+    SyntheticRun("ddp_multinode", 3, 1000, state="failed", settings={"strategy": "fsdp"}).write(runs)
+    SyntheticRun("ddp_multinode", 4, 1000, state="running", settings={"optim.lr": "0.3"}).write(runs)
+    SyntheticRun("ddp_multinode", 5, 0, state="lost").write(runs)
     return runs

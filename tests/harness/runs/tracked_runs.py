@@ -1,4 +1,4 @@
-"""Runs tracked by the client of W&B, and its files about them, read with the command `wandb`."""
+"""Runs that W&B tracks. Its files are read with the command `wandb`."""
 
 from __future__ import annotations
 
@@ -18,71 +18,81 @@ from common.runs.folder import RunFolder, read_json
 from common.runs.tracking.wandb_process import NO_HOST
 from common.runs.tracking.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
 from common.runs.tracking.wandb_run import load_run_config
-from tests.harness.commands import warm
-from tests.harness.commands.processes import environment, processes_of, wait_until
-from tests.harness.runs.long_runs import only_folder, ranks_of, train_long
+from tests.harness.commands import execution
+from tests.harness.commands.processes import find_processes, get_only_run, make_environment, wait_until
+from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
-SECRET = "5ec" + "0" * 36 + "7"  # the length of a W&B key
+API_KEY = "5ec" + "0" * 36 + "7"  # the length of a W&B key
 
 
-def inspect(folder: RunFolder, *options: str, place: str = "") -> str:
-    """Return the output of `wandb leet inspect` for a run: for the folder `place`, or for the newest one."""
+def inspect_wandb_folder(folder: RunFolder, *options: str, wandb_folder: str = "") -> str:
+    """Return the output of `wandb leet inspect` for a run: for `wandb_folder`, or for the newest folder."""
     tool = str(Path(sys.executable).with_name("wandb"))
-    argv = [tool, "leet", "inspect", "--json", *options, place or status(folder)["dir"]]
-    env = environment(HOME=str(folder.path.parent))
-    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
+    inspected_folder = wandb_folder or read_tracking_status(folder)["dir"]
+    argv = [tool, "leet", "inspect", "--json", *options, inspected_folder]
+    env = make_environment(HOME=str(folder.path.parent))
+    process = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    return process.stdout
 
 
-def records(folder: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in inspect(folder).splitlines()]
+def read_records(folder: RunFolder, wandb_folder: str = "") -> list[dict[str, Any]]:
+    """Return the records of a run in `wandb_folder`, or in its newest folder of W&B."""
+    output = inspect_wandb_folder(folder, wandb_folder=wandb_folder)
+    return [json.loads(line) for line in output.splitlines()]
 
 
-def of_type(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def select_records(rows: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return [row[kind] for row in rows if row["type"] == kind]
 
 
-def status(folder: RunFolder) -> dict[str, Any]:
+def read_tracking_status(folder: RunFolder) -> dict[str, Any]:
     return read_json(folder.path / "wandb" / "status.json")
 
 
-def history(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of metrics among W&B's records, without the columns that W&B adds."""
+def extract_metrics(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of metrics in records of W&B, without the columns that W&B adds."""
     metrics = []
-    for record in of_type(rows, "history"):
+    for record in select_records(rows, "history"):
         columns = {name: value for name, value in record["item"].items() if not name.startswith("_")}
         metrics.append(columns)
     return metrics
 
 
-def exit_code(rows: list[dict[str, Any]]) -> int:
-    (record,) = of_type(rows, "exit")
+def get_exit_code(rows: list[dict[str, Any]]) -> int:
+    (record,) = select_records(rows, "exit")
     return int(record.get("exit_code", 0))
 
 
-def track(
-    source: RunFolder, place: Path, url: str = "", own: str = "", number: int = 1, keep: bool = False, **changes: Any
+def track_finished_run(
+    source: RunFolder,
+    target_folder: Path,
+    url: str = "",
+    wandb_id: str = "",
+    number: int = 1,
+    keep_wandb_files: bool = False,
+    **changes: Any,
 ) -> tuple[RunFolder, float]:
     """Track an attempt of a copy of a finished run, whose main process has exited. Return its folder and the seconds.
 
-    `own` is the W&B id of a run that was tracked before. `keep` copies the files of its earlier tracking.
+    `wandb_id` is the W&B ID of a run that was tracked before. `keep_wandb_files` copies the files of this tracking.
     """
-    folder = RunFolder(place / source.path.name, number)
-    ignored = ["code"] if keep else ["wandb", "code", NOTE_FILE]
+    folder = RunFolder(target_folder / source.path.name, number)
+    ignored = ["code"] if keep_wandb_files else ["wandb", "code", NOTE_FILE]
     shutil.copytree(source.path, folder.path, ignore=shutil.ignore_patterns(*ignored))
     (folder.path / "wandb").mkdir(exist_ok=True)
-    if own:
-        (folder.path / "wandb" / "id.json").write_text(json.dumps({"id": own}))
+    if wandb_id:
+        (folder.path / "wandb" / "id.json").write_text(json.dumps({"id": wandb_id}))
     settings = yaml.safe_load((folder.path / "config.yaml").read_text())
     settings["wandb"] |= changes
     (folder.path / "config.yaml").write_text(yaml.safe_dump(settings))
-    online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": SECRET} if url else {}
-    env = environment(HOME=str(place), WANDB_ERROR_REPORTING="false", **online)
+    online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": API_KEY} if url else {}
+    env = make_environment(HOME=str(target_folder), WANDB_ERROR_REPORTING="false", **online)
     del env["WANDB_MODE"]
     started = time.monotonic()
     process = run_tracking(folder, "online" if url else "offline", env)
     if process.returncode == NO_HOST:
         run_tracking(folder, "offline", env)
-    wait_until(lambda: not processes_of(str(place)), "all processes have exited")
+    wait_until(lambda: not find_processes(str(target_folder)), "all processes have exited")
     return folder, time.monotonic() - started
 
 
@@ -92,11 +102,11 @@ def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subproces
     arguments = (str(folder.path), str(folder.number), mode, seconds)
     argv = [sys.executable, "-m", "common.runs.tracking.wandb_process", *arguments]
     tracking_env = {name: value for name, value in env.items() if name != "WANDB_MODE"}
-    return warm.execute(argv, env=tracking_env, timeout=100)
+    return execution.execute_command(argv, env=tracking_env, timeout=100)
 
 
-def chosen_rows(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return the rows that W&B should get, oldest first. Steps that were repeated to the bit occur once."""
+def list_expected_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the rows that W&B should receive, oldest first. Equal rows of repeated steps occur once."""
     rows: dict[RowKey, dict[str, Any]] = {}
     for part in folder.list_attempt_parts():
         for number, row in choose_rows(part.attempt):
@@ -106,11 +116,11 @@ def chosen_rows(folder: RunFolder) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def offline_history(folder: RunFolder) -> list[dict[str, Any]]:
+def read_offline_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """Return the rows in all of a run's offline folders, in order."""
     rows = []
     for path in sorted(folder.path.glob("wandb/offline-run-*")):
-        rows += history([json.loads(line) for line in inspect(folder, place=str(path)).splitlines()])
+        rows += extract_metrics(read_records(folder, str(path)))
     return rows
 
 
@@ -122,20 +132,23 @@ def write_failing_wandb(folder: Path, statements: str = "") -> str:
     return os.pathsep.join([str(folder / "fake"), os.environ.get("PYTHONPATH", "")])
 
 
-def kill_rank(
-    number: int, settings: tuple[str, ...], place: Path, seconds: float
-) -> tuple[warm.Command, RunFolder, int]:
-    """Kill a rank of a run that is tracked offline, wait for its processes, and return process, folder and pid."""
-    env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(place)}
-    with train_long("mnist_pipeline", *settings, runs=place / "runs", **env) as process:
-        folder = only_folder(place / "runs")
-        wait_until(lambda: status(folder), "the run is tracked")
+def kill_tracked_rank(
+    rank: int, settings: tuple[str, ...], target_folder: Path, seconds: float
+) -> tuple[execution.Command, RunFolder, int]:
+    """Kill a rank of a run that is tracked offline, and wait until the run has ended.
+
+    Return the launcher, the run folder and the process ID of the rank.
+    """
+    env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(target_folder)}
+    with start_long_run("mnist_pipeline", *settings, runs=target_folder / "runs", **env) as process:
+        folder = get_only_run(target_folder / "runs")
+        wait_until(lambda: read_tracking_status(folder), "the run is tracked")
         wait_until(lambda: len(folder.read_metrics()) > 1, "several rows are written")
-        pid = ranks_of(process)[number]
+        pid = list_rank_pids(process)[rank]
         os.kill(pid, signal.SIGKILL)
 
         def has_exited() -> bool:
-            return process.poll() is not None and not processes_of(str(place))
+            return process.poll() is not None and not find_processes(str(target_folder))
 
         wait_until(has_exited, "all processes have exited", seconds)
     return process, folder, pid

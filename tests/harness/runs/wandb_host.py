@@ -14,25 +14,30 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-LOCK = threading.Lock()
-LINES: dict[str, dict[str, dict[int, str]]] = {}  # run -> file -> number -> line
-VIEWER = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
+RECORD_LOCK = threading.Lock()
+STORED_LINES: dict[str, dict[str, dict[int, str]]] = {}  # by run, file and line number
+VIEWER_REPLY = {"id": "u", "entity": "e", "username": "u", "email": "e@e", "teams": {"edges": []}, "flags": "{}"}
 
 
-class Host(BaseHTTPRequestHandler):
+class WandbRequestHandler(BaseHTTPRequestHandler):
+    """Records each request, stores the lines of files, and sends the answers that the client needs."""
+
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
-        sent = json.loads(body)
+        content = json.loads(body)
         if len(sys.argv) > 2:
-            with LOCK, open(sys.argv[2], "a") as file:
-                file.write(json.dumps({"path": self.path, "sent": sent}) + "\n")
+            with RECORD_LOCK, open(sys.argv[2], "a") as file:
+                file.write(json.dumps({"path": self.path, "body": content}) + "\n")
         if self.path.endswith("/file_stream"):
-            store_lines(self.path.split("/")[-2], sent.get("files") or {})
-        self.answer(reply(sent) if self.path == "/graphql" else {"exitcode": None, "limits": {}})
+            store_lines(self.path.split("/")[-2], content.get("files") or {})
+        if self.path == "/graphql":
+            self.answer(make_reply(content))
+        else:
+            self.answer({"exitcode": None, "limits": {}})
 
     def do_GET(self) -> None:
         self.answer({})
@@ -49,18 +54,18 @@ class Host(BaseHTTPRequestHandler):
         pass
 
 
-def read_sent(record: Path, part: str) -> list[Any]:
-    """Return the requests to paths that contain `part`."""
+def read_requests(record: Path, path_part: str) -> list[Any]:
+    """Return the bodies of requests whose path contains `path_part`."""
     lines = record.read_text().splitlines() if record.exists() else []
     requests = [json.loads(line) for line in lines]
-    return [request["sent"] for request in requests if part in request["path"]]
+    return [request["body"] for request in requests if path_part in request["path"]]
 
 
-def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of metrics that were sent, each with its line number."""
+def read_received_metrics(record: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the received rows of metrics, each with its line number."""
     rows = []
-    for sent in read_sent(record, "file_stream"):
-        files = sent.get("files") or {}
+    for content in read_requests(record, "file_stream"):
+        files = content.get("files") or {}
         if "wandb-history.jsonl" in files:
             part = files["wandb-history.jsonl"]
             for number, line in enumerate(part["content"], part["offset"]):
@@ -71,16 +76,16 @@ def read_history(record: Path) -> list[tuple[int, dict[str, Any]]]:
 def store_lines(run: str, files: dict[str, Any]) -> None:
     """Store the lines of a run's files by their line numbers."""
     for name, part in files.items():
-        lines = LINES.setdefault(run, {}).setdefault(name, {})
+        lines = STORED_LINES.setdefault(run, {}).setdefault(name, {})
         lines |= dict(enumerate(part["content"], part["offset"]))
 
 
 def make_resumed_bucket(run: str) -> dict[str, Any] | None:
     """Return the host's record of a run that is resumed, or None for an unknown run."""
-    if run not in LINES:
+    if run not in STORED_LINES:
         return None
-    history = LINES[run].get("wandb-history.jsonl", {})
-    events = LINES[run].get("wandb-events.jsonl", {})
+    history = STORED_LINES[run].get("wandb-history.jsonl", {})
+    events = STORED_LINES[run].get("wandb-events.jsonl", {})
     return {
         "id": "b",
         "name": run,
@@ -103,7 +108,7 @@ def format_last_line(lines: dict[int, str]) -> str:
     return json.dumps([lines[max(lines)]] if lines else [])
 
 
-def reply(request: dict[str, Any]) -> dict[str, Any]:
+def make_reply(request: dict[str, Any]) -> dict[str, Any]:
     """Return the answer that W&B's client needs to start an online run."""
     variables = request.get("variables") or {}
     operation = request.get("operationName")
@@ -126,10 +131,10 @@ def make_reply_data(operation: str, run: Any, project_name: str) -> dict[str, An
             return {"upsertView": {"view": {"id": "v", "name": run}, "inserted": True}}
         case "CreateRunFiles":
             return {"createRunFiles": {"runID": "b", "uploadHeaders": [], "files": []}}
-    return {"viewer": VIEWER}
+    return {"viewer": VIEWER_REPLY}
 
 
 if __name__ == "__main__":
-    server = ThreadingHTTPServer((sys.argv[1], 0), Host)
+    server = ThreadingHTTPServer((sys.argv[1], 0), WandbRequestHandler)
     print(f"http://{sys.argv[1]}:{server.server_address[1]}", flush=True)
     server.serve_forever()

@@ -16,29 +16,34 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
-from tests.harness.environment.randomness import open_stream
-from tests.harness.verification.delete_technique import DELETABLE, delete_technique, list_committed_files
+from tests.harness.commands.processes import make_environment
+from tests.harness.environment.randomness import create_random
+from tests.harness.repository import ROOT
+from tests.harness.verification.delete_technique import (
+    DELETABLE_TECHNIQUES,
+    delete_technique,
+    list_committed_files,
+)
 
-PYTEST = (".venv/bin/python", "-m", "pytest")
+PYTEST_COMMAND = (".venv/bin/python", "-m", "pytest")
 
 
 def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
-    """Return the commands that check the clone. They run at the same time, because unit tests often wait."""
+    """Return the commands that check the clone. They are executed in parallel, because unit tests often wait."""
     # Without this option, pytest would also delete the folders of earlier test runs, which can take minutes.
-    own_folder = ("--basetemp", str(clone.with_name("pytest")))
+    base_folder = ("--basetemp", str(clone.with_name("pytest")))
     return {
         "lint": ("make", "lint"),
-        "collection": (*PYTEST, "--collect-only", "tests"),
-        "unit tests": (*PYTEST, *own_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
+        "collection": (*PYTEST_COMMAND, "--collect-only", "tests"),
+        "unit tests": (*PYTEST_COMMAND, *base_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
     }
 
 
 def start_command(command: tuple[str, ...], clone: Path, log: Path) -> subprocess.Popen[bytes]:
     """Start a command in the clone without the options of an outer pytest. Its output goes to the log."""
     with open(log, "w") as file:
-        return subprocess.Popen(command, cwd=clone, env=environment(PYTEST_ADDOPTS=""), stdout=file, stderr=file)
+        env = make_environment(PYTEST_ADDOPTS="")
+        return subprocess.Popen(command, cwd=clone, env=env, stdout=file, stderr=file)
 
 
 def check_clone(clone: Path) -> dict[str, str]:
@@ -58,13 +63,17 @@ def check_clone(clone: Path) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--technique", choices=sorted(DELETABLE), help="the technique to delete (drawn by default)")
+    parser.add_argument(
+        "--technique", choices=sorted(DELETABLE_TECHNIQUES), help="the technique to delete (drawn by default)"
+    )
     technique = parser.parse_args().technique
-    committed = [name for name in sorted(DELETABLE) if list_committed_files(Path("common/techniques") / name)]
+    committed = [
+        name for name in sorted(DELETABLE_TECHNIQUES) if list_committed_files(Path("common/techniques") / name)
+    ]
     if not committed:
         print("changed clone skipped: no technique belongs to one experiment alone")
         return 0
-    technique = technique or open_stream("the deleted technique").choice(committed)
+    technique = technique or create_random("the deleted technique").choice(committed)
 
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="changed-clone-") as folder:

@@ -1,4 +1,4 @@
-"""Delete a technique from a clone of the checkout, to show that nothing else needs it.
+"""Delete a technique from a clone of the checkout, to show that no other code needs it.
 
     python -m tests.harness.verification.delete_technique local_sgd /tmp/clone
 
@@ -23,42 +23,43 @@ from pathlib import Path
 from common.runs.folder import write_json
 from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import tables
-from tests.harness.commands.warm import ROOT
-from tests.harness.experiments.registry import EXPERIMENTS
+from tests.harness.experiments.registry import ENTRIES
+from tests.harness.repository import ROOT
 
-DELETABLE = {entry.own_technique: entry.name for entry in EXPERIMENTS if entry.own_technique}
+DELETABLE_TECHNIQUES = {entry.own_technique: entry.name for entry in ENTRIES if entry.own_technique}
 """Each technique that can be deleted, with its experiment."""
-GIT = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@localhost", "-c", "commit.gpgsign=false")
+GIT_COMMAND = ("git", "-c", "user.name=deletion", "-c", "user.email=deletion@localhost", "-c", "commit.gpgsign=false")
 
 
 def list_committed_files(folder: Path) -> list[str]:
     """Return the files of a folder in the commit that is checked out."""
     command = ["git", "ls-tree", "-r", "--name-only", "HEAD", "--", str(folder)]
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+    process = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return process.stdout.splitlines()
 
 
-def clone_checkout(place: Path) -> None:
+def clone_checkout(clone: Path) -> None:
     """Clone the commit that is checked out here, with an environment of the same packages and the clone's sources."""
-    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(place)], check=True)
-    venv.create(place / ".venv", symlinks=True)
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    venv.create(clone / ".venv", symlinks=True)
     packages = importlib.util.find_spec("pytest")
     assert packages
     assert packages.origin
     # A .pth file adds folders. It does not execute the .pth file that adds the sources of this checkout.
-    (site_packages,) = (place / ".venv/lib").glob("python*/site-packages")
-    (site_packages / "clone.pth").write_text(f"{Path(packages.origin).parents[1]}\n{place}\n")
+    (site_packages,) = (clone / ".venv/lib").glob("python*/site-packages")
+    (site_packages / "clone.pth").write_text(f"{Path(packages.origin).parents[1]}\n{clone}\n")
     for program in Path(sys.executable).parent.iterdir():
-        link = place / ".venv/bin" / program.name
+        link = clone / ".venv/bin" / program.name
         if not link.exists():
             link.symlink_to(program)
-    shutil.copy(place / "requirements.txt", place / ".venv/.ready")
-    copy_bytecode(place)
+    shutil.copy(clone / "requirements.txt", clone / ".venv/.ready")
+    copy_bytecode(clone)
 
 
-def copy_bytecode(place: Path) -> None:
+def copy_bytecode(clone: Path) -> None:
     """Copy this checkout's bytecode of the files that are equal in the clone, which is not compiled again there."""
-    for file in place.glob("[a-z]*/**/*.py"):
-        original = ROOT / file.relative_to(place)
+    for file in clone.glob("[a-z]*/**/*.py"):
+        original = ROOT / file.relative_to(clone)
         compiled = list((original.parent / "__pycache__").glob(f"{original.stem}.*.pyc"))
         if not compiled or original.read_bytes() != file.read_bytes():
             continue
@@ -68,12 +69,13 @@ def copy_bytecode(place: Path) -> None:
             shutil.copy(bytecode, file.parent / "__pycache__")
 
 
-def find_files(place: Path, technique: str, experiment: str) -> list[Path]:
+def find_files(clone: Path, technique: str, experiment: str) -> list[Path]:
     """Return the files of a technique: its folder, and the files that are named after it or its experiment."""
     is_named = re.compile(rf"(^|_)({technique}|{experiment})(_|\.)")
-    files = [path for path in (place / "common/techniques" / technique).rglob("*") if path.is_file()]
+    technique_folder = clone / "common/techniques" / technique
+    files = [path for path in technique_folder.rglob("*") if path.is_file()]
     for folder in ("experiments", "configs", "tests"):
-        files += [path for path in (place / folder).rglob("*.*") if is_named.search(path.name)]
+        files += [path for path in (clone / folder).rglob("*.*") if is_named.search(path.name)]
     return files
 
 
@@ -81,7 +83,8 @@ def list_shown_parts(pages: list[Path]) -> set[str]:
     """Return the recorded parts that pages show."""
     parts: set[str] = set()
     for page in pages:
-        parts.update(match.group(2) for match in tables.MARKED.finditer(page.read_text()))
+        matches = tables.MARKED.finditer(page.read_text())
+        parts.update(match.group(2) for match in matches)
     return parts
 
 
@@ -104,14 +107,14 @@ def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
     return text
 
 
-def delete_technique(technique: str, place: Path) -> None:
-    """Clone the checkout into the new folder `place`, and delete the technique there."""
-    experiment = DELETABLE[technique]
+def delete_technique(technique: str, clone: Path) -> None:
+    """Clone the checkout into the new folder `clone`, and delete the technique there."""
+    experiment = DELETABLE_TECHNIQUES[technique]
     folder = Path("common/techniques") / technique
     if not list_committed_files(folder):
         raise UserError(f"{folder} is not committed, and a clone has only committed files; commit it first")
-    clone_checkout(place)
-    files = find_files(place, technique, experiment)
+    clone_checkout(clone)
+    files = find_files(clone, technique, experiment)
     tests = set()
     for file in files:
         if file.suffix == ".py":
@@ -119,29 +122,30 @@ def delete_technique(technique: str, place: Path) -> None:
     parts_of_deleted_pages = list_shown_parts([file for file in files if file.suffix == ".md"])
     for file in files:
         file.unlink()
-    shutil.rmtree(place / "common/techniques" / technique)
+    shutil.rmtree(clone / "common/techniques" / technique)
 
-    pages = [page for page in place.rglob("*.md") if page.name != "CHANGELOG.md"]
-    delete_records(place / "tests/benchmarks/recorded", parts_of_deleted_pages - list_shown_parts(pages))
+    pages = [page for page in clone.rglob("*.md") if page.name != "CHANGELOG.md"]
+    unused_parts = parts_of_deleted_pages - list_shown_parts(pages)
+    delete_records(clone / "tests/benchmarks/recorded", unused_parts)
     in_code = "|".join([technique, experiment, *tests])
     links = "|".join(re.escape(file.name) for file in files)
     is_deleted = re.compile(rf"`(?:{in_code})`|\]\([^)]*\b(?:{links})[#)]")
     for page in pages:
         page.write_text(delete_rows(page.read_text(), is_deleted))
 
-    subprocess.run([*GIT, "add", "--all"], cwd=place, check=True)
-    subprocess.run([*GIT, "commit", "--quiet", f"--message=Delete {technique}"], cwd=place, check=True)
+    subprocess.run([*GIT_COMMAND, "add", "--all"], cwd=clone, check=True)
+    subprocess.run([*GIT_COMMAND, "commit", "--quiet", f"--message=Delete {technique}"], cwd=clone, check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("technique", choices=sorted(DELETABLE))
-    parser.add_argument("place", type=Path, help="a new folder for the clone")
+    parser.add_argument("technique", choices=sorted(DELETABLE_TECHNIQUES))
+    parser.add_argument("clone", type=Path, help="a new folder for the clone")
     arguments = parser.parse_args()
     with exit_on_user_error():
-        delete_technique(arguments.technique, arguments.place.absolute())
-    subprocess.run(["git", "show", "--stat=120", "--format="], cwd=arguments.place, check=True)
-    print(f"{arguments.place} is the clone without {arguments.technique}; run make lint and make test-all there")
+        delete_technique(arguments.technique, arguments.clone.absolute())
+    subprocess.run(["git", "show", "--stat=120", "--format="], cwd=arguments.clone, check=True)
+    print(f"{arguments.clone} is the clone without {arguments.technique}; run make lint and make test-all there")
 
 
 if __name__ == "__main__":

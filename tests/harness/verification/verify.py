@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 from common.runs.folder import read_json, write_json
 from common.system.errors import UserError, exit_on_user_error
-from tests.harness.commands.warm import ROOT
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE
-from tests.harness.verification.delete_technique import DELETABLE
+from tests.harness.repository import ROOT
+from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "verify.json"
 
@@ -43,7 +43,7 @@ def list_steps() -> list[VerificationStep]:
         VerificationStep("suites", ("make", "test-all"), {ALL_CASES_VARIABLE: "1"}),
         VerificationStep("cluster", ("make", "test-slurm"), {ALL_CASES_VARIABLE: "1", "FAULT_NOTICES": "20"}),
     ]
-    for technique in sorted(DELETABLE):
+    for technique in sorted(DELETABLE_TECHNIQUES):
         steps.append(
             make_step(f"without {technique}", "tests.harness.verification.changed_clone", "--technique", technique)
         )
@@ -80,9 +80,8 @@ def execute_step(step: VerificationStep, log: Path) -> tuple[int, float]:
     """Execute a step. Return its exit status and its duration in seconds. Its output goes to a log file."""
     started = time.monotonic()
     with open(log, "w") as file:
-        process = subprocess.run(
-            step.command, cwd=ROOT, env=os.environ | dict(step.environment), stdout=file, stderr=file, check=False
-        )
+        env = os.environ | dict(step.environment)
+        process = subprocess.run(step.command, cwd=ROOT, env=env, stdout=file, stderr=file, check=False)
     return process.returncode, time.monotonic() - started
 
 

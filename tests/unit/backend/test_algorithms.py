@@ -22,9 +22,9 @@ from common.backend.algorithms import (
 )
 from common.backend.algorithms.moves import Algorithm, Move, compute_chunk_bounds
 from common.system.errors import UserError
-from tests.harness.commands import warm
+from tests.harness.commands import execution
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import environment
+from tests.harness.commands.processes import make_environment
 
 SIZES = (*range(1, 9), 16)
 
@@ -323,7 +323,7 @@ gets     1.5 n      1.5 n      1.5 n      1.5 n
 
 def run_drawing(*arguments: str, status: int = 0) -> Completed:
     command = [sys.executable, "-m", "common.backend.algorithms", *arguments]
-    return warm.execute(command, env=environment(), real=True, status=status)
+    return execution.execute_command(command, env=make_environment(), real_process=True, status=status)
 
 
 def test_an_algorithm_is_drawn() -> None:

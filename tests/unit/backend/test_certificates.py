@@ -17,7 +17,7 @@ from common.backend.certificates import Identity, create_identity_files, load_id
 from common.ranks.links.connecting import RankAddress
 from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
-from tests.harness.commands.processes import PATIENCE, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, wait_until
 from tests.harness.environment.size_limit import limit_file_size
 from tests.harness.ranks.folder_rendezvous import FolderRendezvous, identity
 
@@ -102,7 +102,7 @@ def foreign_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def connect_to_rank(context: ssl.SSLContext | None, rank_address: RankAddress) -> str:
     """Connect to a rank with TLS or, without context, with plain TCP; return the answer or the error."""
-    with socket.create_connection((rank_address.address, rank_address.port), PATIENCE) as connection:
+    with socket.create_connection((rank_address.address, rank_address.port), WAIT_TIMEOUT) as connection:
         try:
             if context is None:
                 connection.sendall(b"x" * 100)
@@ -154,7 +154,7 @@ def test_clients_of_other_runs_are_rejected(
         assert reason in warning, (warning, answer)
         rank_1 = rendezvous.join(1, 2)
         rank_1.close()
-        rank_0.result(PATIENCE).close()
+        rank_0.result(WAIT_TIMEOUT).close()
 
 
 def test_a_rank_waits_if_another_run_answers(identity: Identity, foreign_folder: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_a_rank_waits_if_another_run_answers(identity: Identity, foreign_folder:
         while not rank_0.done():
             with contextlib.suppress(OSError):
                 connection, _ = listener.accept()
-                connection.settimeout(PATIENCE)
+                connection.settimeout(WAIT_TIMEOUT)
                 foreign_identity.server.wrap_socket(connection, server_side=True).close()
         with pytest.raises(UnreachableError, match=f"at 127.0.0.1:{port}: the peer {reason}"):
             rank_0.result()

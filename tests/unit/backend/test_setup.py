@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import Done, Settings, run
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 
 BUILTIN = "launch.backend=builtin"
 INVALID_ALGORITHMS = """\
@@ -18,10 +18,10 @@ def forget(ranks):
 """
 
 
-def run_refused(*settings: str, runs: Path, **environment: Any) -> Done:
+def run_refused(*settings: str, runs: Path, **environment: Any) -> FinishedRun:
     """Run an experiment, and check that it is refused in one line and creates no run."""
-    process = run("ddp_multinode", *settings, runs=runs, status=2, **environment)
-    assert process.err.count("\n") == 1, process.err
+    process = run_experiment("ddp_multinode", *settings, runs=runs, status=2, **environment)
+    assert process.stderr.count("\n") == 1, process.stderr
     assert not runs.exists()
     return process
 
@@ -41,7 +41,7 @@ def test_unavailable_encryption_is_refused(
     environment: dict[str, Any], message: str, tmp_path: Path, digits: Settings
 ) -> None:
     process = run_refused(*digits, BUILTIN, "launch.tls=true", runs=tmp_path / "runs", **environment)
-    assert process.err.startswith(f"error: {message}")
+    assert process.stderr.startswith(f"error: {message}")
 
 
 INVALID_SETTINGS = {
@@ -61,4 +61,4 @@ def test_invalid_settings_are_refused_before_the_run_starts(
     file = tmp_path / "custom.py"
     file.write_text(INVALID_ALGORITHMS)
     process = run_refused(*digits, *settings.replace("FILE", str(file)).split(), runs=tmp_path / "runs")
-    assert message in process.err
+    assert message in process.stderr

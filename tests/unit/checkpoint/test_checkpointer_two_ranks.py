@@ -19,7 +19,7 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from configs.shared import Checkpoint
-from tests.harness.environment.shared_results import make_once
+from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.ranks.checkpoint_cases import equals_saved_state
 from tests.harness.ranks.programs import check_program
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
@@ -58,7 +58,7 @@ def two_ranks(world: World, tmp_path_factory: pytest.TempPathFactory) -> TwoRank
         RunFolder(folder / "saved_by_one_rank").claim_attempt()
         check_program("checkpoint_cases", folder)
 
-    folder = make_once(tmp_path_factory, "checkpoints_of_two_ranks", run_cases)
+    folder = create_folder_once(tmp_path_factory, "checkpoints_of_two_ranks", run_cases)
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
     return TwoRankReports(folder, reports)
 

@@ -12,7 +12,7 @@ from common.config.config_keys import replace_values
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.ddp_multinode import Config
-from tests.harness.environment.permissions import permissions_apply
+from tests.harness.environment.permissions import enforce_permissions
 from tests.harness.experiments.measurement_config import Measurement
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
@@ -22,10 +22,10 @@ def test_an_unreadable_checkpoints_folder_is_refused(run: RunWithCheckpoints) ->
     run.save(1)
     checkpoints_folder = run.get_checkpoint(1).parent
     checkpoints_folder.chmod(0)
-    with permissions_apply(), pytest.raises(UserError, match=r"/checkpoints cannot be read; .* run chmod -R u\+rwX "):
+    with enforce_permissions(), pytest.raises(UserError, match=r"/checkpoints cannot be read; .* run chmod -R u\+rwX "):
         extension.check_resume(run.folder, Config())
     checkpoints_folder.chmod(0o700)
-    with permissions_apply():
+    with enforce_permissions():
         extension.check_resume(run.folder, Config())
 
 

@@ -18,7 +18,7 @@ from common.checkpoint import loading, rank_file, storage
 from common.checkpoint.storage import CheckpointPath, Manifest
 from common.system.causes import Cause
 from common.system.errors import UserError
-from tests.harness.environment.permissions import permissions_apply
+from tests.harness.environment.permissions import enforce_permissions
 from tests.harness.ranks.checkpoint_cases import equals_saved_state
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
@@ -98,11 +98,7 @@ DAMAGED_PATHS: dict[str, tuple[str, Damage, str]] = {
     "deep garbage": ("manifest.json", lambda file: file.write_text("[" * 10**6), " cannot be read"),
     "list": ("manifest.json", lambda file: file.write_text("[1]"), " cannot be read"),
     "changed manifest": ("manifest.json", change_step_in_manifest, " does not match its checksum"),
-    "newer format": (
-        "manifest.json",
-        lambda file: rewrite_manifest(file, format=9),
-        " has format 9, but this version",
-    ),
+    "newer format": ("manifest.json", lambda file: rewrite_manifest(file, format=9), " has format 9, but this version"),
     "file outside": ("manifest.json", list_file_outside, " does not list exactly one file for each"),
     "link": ("rank-0.pt", replace_by_link, " is a symbolic link"),
     "linked manifest": ("manifest.json", replace_by_link, " is a symbolic link"),
@@ -238,17 +234,17 @@ def test_unreadable_checkpoints_are_not_to_be_deleted(run: RunWithCheckpoints, n
     run.save(1, 2)
     (run.get_checkpoint(1) / name).chmod(0)
     (run.get_checkpoint(2) / name).chmod(0)
-    with permissions_apply(), pytest.raises(UserError, match=r"run chmod -R u\+rwX ") as caught:
+    with enforce_permissions(), pytest.raises(UserError, match=r"run chmod -R u\+rwX ") as caught:
         run.load()
     assert "Permission denied" in run.messages[0]
     assert "delete" not in str(caught.value)
     assert caught.value.cause is Cause.OTHER
 
     flip_bit(run.get_manifest(2), 40)  # root can read it
-    with permissions_apply(), pytest.raises(UserError, match=r"run chmod -R u\+rwX "):
+    with enforce_permissions(), pytest.raises(UserError, match=r"run chmod -R u\+rwX "):
         run.load()
     (run.get_checkpoint(1) / name).chmod(0o700)
-    with permissions_apply():
+    with enforce_permissions():
         assert run.load() == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.measure.memory import read_peak_memory, reset_peak_memory
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.folder_rendezvous import fork
 
 TENSOR_BYTES = 300_000_000
@@ -22,5 +22,5 @@ def test_the_peak_memory_can_be_reset() -> None:
         assert read_peak_memory(cpu) < before + 0.1 * TENSOR_BYTES
 
     child = fork(check_peak)  # the peak of a new process is its current memory
-    child.join(PATIENCE)
+    child.join(WAIT_TIMEOUT)
     assert child.exitcode == 0

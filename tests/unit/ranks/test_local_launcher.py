@@ -14,10 +14,10 @@ import pytest
 
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
-from tests.harness.commands.processes import PATIENCE, processes_of
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_only_run
 from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
 from tests.harness.ranks.programs import execute_launch_case
-from tests.harness.runs.long_runs import ENDLESS, only_folder, ranks_of, train_long
+from tests.harness.runs.long_runs import ENDLESS_SETTINGS, list_rank_pids, start_long_run
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 LISTENING = "0A"
@@ -121,45 +121,47 @@ def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[s
     first_runs = tmp_path / "first"
     second_runs = tmp_path / "second"
     with (
-        train_long("mnist_pipeline", *digits, *ENDLESS, runs=first_runs) as first,
-        train_long("mnist_pipeline", *digits, *ENDLESS, runs=second_runs) as second,
+        start_long_run("mnist_pipeline", *digits, *ENDLESS_SETTINGS, runs=first_runs) as first,
+        start_long_run("mnist_pipeline", *digits, *ENDLESS_SETTINGS, runs=second_runs) as second,
     ):
-        assert len(ranks_of(first)) == 2
+        assert len(list_rank_pids(first)) == 2
         for process in (first, second):
-            assert list_listening_addresses(ranks_of(process)) <= {LOOPBACK}
+            assert list_listening_addresses(list_rank_pids(process)) <= {LOOPBACK}
 
         os.killpg(first.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
-        _, err = first.communicate(PATIENCE)
+        _, err = first.communicate(WAIT_TIMEOUT)
         assert first.returncode == 128 + signal.SIGINT
         assert "a checkpoint will be saved after the current step (if training has started)" in err
         assert "metrics up to step" in err
         assert "Traceback" not in err
-        folder = only_folder(first_runs)
+        folder = get_only_run(first_runs)
         assert folder.result["exit_status"] == first.returncode
         assert folder.result["last_step"] > 0
         assert status.read_state(folder) == ("CANCELLED", "stopped by Ctrl-C")
-        assert not processes_of(str(first_runs))
+        assert not find_processes(str(first_runs))
 
         assert second.poll() is None
         second.send_signal(signal.SIGTERM)
-        second.communicate(PATIENCE)
+        second.communicate(WAIT_TIMEOUT)
         assert second.returncode == EXIT_RESUMABLE
-        assert not processes_of(str(second_runs))
+        assert not find_processes(str(second_runs))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_stage_ends_the_run(tmp_path: Path, digits: tuple[str, ...], rank: int) -> None:
-    with train_long("mnist_pipeline", *digits, *ENDLESS, "launch.step_timeout=600", runs=tmp_path) as process:
-        os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    with start_long_run(
+        "mnist_pipeline", *digits, *ENDLESS_SETTINGS, "launch.step_timeout=600", runs=tmp_path
+    ) as process:
+        os.kill(list_rank_pids(process)[rank], signal.SIGKILL)
         kill_time = time.monotonic()
-        _, err = process.communicate(PATIENCE)
+        _, err = process.communicate(WAIT_TIMEOUT)
         assert time.monotonic() - kill_time < 20, "5 s on an idle machine, and far less than the step timeout"
         assert process.returncode == 128 + signal.SIGKILL
         assert f"error: rank {rank} (pid" in err
         assert "killed by SIGKILL" in err
         assert "Traceback" not in err
 
-        (attempt,) = only_folder(tmp_path).list_attempts()
+        (attempt,) = get_only_run(tmp_path).list_attempts()
         assert attempt.metrics_file.read_text().startswith('{"global_step": 1,')
         assert attempt.result["state"] == "failed"
-        assert not processes_of(str(tmp_path))
+        assert not find_processes(str(tmp_path))

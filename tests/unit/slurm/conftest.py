@@ -9,19 +9,19 @@ import pytest
 
 from common.runs.folder import RunFolder
 from slurm.scheduling import scheduler
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import FakeSlurm
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Fake:
+def fake(tmp_path: Path) -> FakeSlurm:
     """SLURM's commands for processes that a test starts."""
-    return Fake(tmp_path)
+    return FakeSlurm(tmp_path)
 
 
 @pytest.fixture
-def fake_here(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> Fake:
+def fake_here(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     """SLURM's commands for functions that a test calls in its own process, without cached answers."""
-    monkeypatch.setenv("PATH", f"{fake.bin}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{fake.bin_folder}:{os.environ['PATH']}")
     monkeypatch.setattr(scheduler, "FAILURE_CACHE", {})
     monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
     return fake

@@ -11,18 +11,20 @@ from common.config import config
 from common.system import host_memory, process_limits
 from configs.amp_accum import Config as PrecisionConfig
 from configs.resnet_modelparallel import Config as PipelineConfig
-from tests.harness.commands.processes import run
+from tests.harness.commands.processes import run_experiment
 
 
 def test_a_model_that_does_not_fit_is_refused_before_ranks_start(tmp_path: Path, cache: Path) -> None:
     settings = ("data.name=digits", f"data.cache={cache}", "width=65536", "depth=256")
-    pipeline = run("mnist_pipeline", *settings, runs=tmp_path / "runs", status=2)
+    pipeline = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs", status=2)
     message = r"the model needs [\d,]+\.\d GB per host .* of 2 ranks, but [\d.]+ GB are free"
-    assert re.search(message, pipeline.err)
+    assert re.search(message, pipeline.stderr)
     assert not (tmp_path / "runs").exists()
 
-    resnet = run("resnet_modelparallel", "width=4096", "data.name=generated", runs=tmp_path / "runs", status=2)
-    assert "the model needs" in resnet.err
+    resnet = run_experiment(
+        "resnet_modelparallel", "width=4096", "data.name=generated", runs=tmp_path / "runs", status=2
+    )
+    assert "the model needs" in resnet.stderr
 
 
 def test_the_smallest_limit_is_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:

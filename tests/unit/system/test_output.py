@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.system.output import replace_stream
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 
 def test_output_is_discarded_while_its_reader_is_too_slow(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from slurm.local_cluster.namespaces import fork_child, wait_for_child
-from tests.harness.commands.warm import ROOT
 from tests.harness.environment.control_groups import create_control_group
+from tests.harness.repository import ROOT
 
 NOBODY = 65534  # id of a user without rights
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 PROGRAM = """
 import os

@@ -25,7 +25,7 @@ from configs.param_server import Config
 from tests.benchmarks.param_server_bound import compute_bound, play_turns
 from tests.harness.commands.processes import wait_until
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.environment.randomness import open_stream
+from tests.harness.environment.randomness import create_random
 
 sgd = partial(SGD, lr=1.0)
 
@@ -118,7 +118,7 @@ class SimulatedWorkers:
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4, 7])
 def test_the_bound_limits_the_staleness_of_pushes_and_causes_no_deadlock(workers: int, staleness: int) -> None:
-    random_choices = open_stream(f"bounded-{workers}-{staleness}")
+    random_choices = create_random(f"bounded-{workers}-{staleness}")
     simulation = SimulatedWorkers(StalenessPolicy("bounded", staleness, workers))
     while simulation.version < 300:
         pulls = simulation.list_possible_pulls()

@@ -11,16 +11,16 @@ import torch
 from common.system.errors import UserError
 from common.training.optimizer_contract import CHECKS, check_optimizer
 from configs.shared import OPTIMIZERS, Optim
-from tests.harness.custom_code.optimizers import BREACHES, Breach, write_own
+from tests.harness.custom_code.optimizers import VIOLATIONS, Violation, write_optimizer
 
-ACCUMULATING = Breach(  # a step at every third call
+ACCUMULATING = Violation(  # a step at every third call
     'p.add_(state["mean"], ',
     'state["calls"] = state.get("calls", 0) + 1\n'
     '                if state["calls"] % 3 == 0:\n'
     '                    p.add_(state["mean"], ',
     "",
 )
-NOISY = Breach("p.add_(", 'p.add_(torch.randn_like(p), alpha=group["lr"]).add_(', "")
+NOISY = Violation("p.add_(", 'p.add_(torch.randn_like(p), alpha=group["lr"]).add_(', "")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -33,18 +33,18 @@ def test_built_in_optimizers_satisfy_the_contract(name: str, weight_decay: float
 
 @pytest.mark.parametrize("variant", [None, NOISY, ACCUMULATING], ids=["plain", "noisy", "accumulating"])
 def test_a_valid_custom_optimizer_passes_without_a_change_of_the_generator(
-    variant: Breach | None, tmp_path: Path
+    variant: Violation | None, tmp_path: Path
 ) -> None:
     """The checks draw no random numbers of the run, even if the optimizer draws some."""
     generator_state = torch.get_rng_state()
-    check_optimizer(Optim(name=write_own(tmp_path, variant)))
+    check_optimizer(Optim(name=write_optimizer(tmp_path, variant)))
     assert torch.equal(torch.get_rng_state(), generator_state)
 
 
-@pytest.mark.parametrize("breach", BREACHES.values(), ids=list(BREACHES))
-def test_each_violation_is_reported_in_one_line(tmp_path: Path, breach: Breach) -> None:
+@pytest.mark.parametrize("breach", VIOLATIONS.values(), ids=list(VIOLATIONS))
+def test_each_violation_is_reported_in_one_line(tmp_path: Path, breach: Violation) -> None:
     _, _, expected_message = breach
-    name = write_own(tmp_path, breach)
+    name = write_optimizer(tmp_path, breach)
     with pytest.raises(UserError, match=re.escape(expected_message)) as caught:
         check_optimizer(Optim(name=name))
     message = str(caught.value)
@@ -55,4 +55,4 @@ def test_each_violation_is_reported_in_one_line(tmp_path: Path, breach: Breach) 
 
 def test_a_setting_that_the_optimizer_does_not_accept_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=re.escape("the class does not accept weight_decay; omit optim.weight")):
-        check_optimizer(Optim(name=write_own(tmp_path), weight_decay=0.1))
+        check_optimizer(Optim(name=write_optimizer(tmp_path), weight_decay=0.1))

@@ -18,7 +18,7 @@ from common.ranks.links.connecting import RankAddress, RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.welcome import ANSWER_BYTES
 from common.system.errors import UnreachableError
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous, fork
 
 
@@ -47,7 +47,7 @@ def test_closing_the_links_ends_all_waits_at_once(connected_ranks: list[RankLink
         connected_ranks[0].close()
         for future in futures:
             with pytest.raises(LinkError, match=message):
-                future.result(PATIENCE)
+                future.result(WAIT_TIMEOUT)
 
     calls.append(lambda: sender.send(0, b""))
     for call in calls:
@@ -61,7 +61,7 @@ def test_a_rank_that_is_killed_is_named_at_once(rendezvous: FolderRendezvous) ->
         child = os.fork()  # such as a data worker, which may outlive its rank
         if child:
             rendezvous.set("child", str(child))
-        time.sleep(PATIENCE)
+        time.sleep(WAIT_TIMEOUT)
         links.close()
 
     process = fork(join_and_sleep)
@@ -77,7 +77,7 @@ def test_a_rank_that_is_killed_is_named_at_once(rendezvous: FolderRendezvous) ->
         os.kill(process.pid, signal.SIGKILL)
         for future in futures:
             with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
-                future.result(PATIENCE)
+                future.result(WAIT_TIMEOUT)
     os.kill(child, signal.SIGKILL)
     process.join()
 
@@ -90,7 +90,7 @@ def test_closed_links_leave_no_threads(rendezvous: FolderRendezvous) -> None:
     for links in ranks:
         links.close()
     for thread in set(threading.enumerate()) - threads_before:
-        thread.join(PATIENCE)
+        thread.join(WAIT_TIMEOUT)
         assert not thread.is_alive()
 
 

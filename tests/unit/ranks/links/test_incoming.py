@@ -10,7 +10,7 @@ import pytest
 from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.socket_stream import SMALL_BYTES
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous
 
 
@@ -33,7 +33,7 @@ def test_several_threads_may_wait_for_different_tags(connected_ranks: list[RankL
         for tag in (3, 1, 0, 2):
             sender.send(tag, bytes([tag]) * LARGE_BYTES)
         for future in futures:
-            future.result(PATIENCE)
+            future.result(WAIT_TIMEOUT)
     assert [set(buffer) for buffer in buffers] == [{0}, {1}, {2}, {3}]
 
 
@@ -48,7 +48,7 @@ def test_a_patient_receiver_waits_longer_than_the_time_limit(rendezvous: FolderR
         for tag in (1, 0):
             sender.send(tag, bytes([tag]) * 4)
         for future in futures:
-            future.result(PATIENCE)
+            future.result(WAIT_TIMEOUT)
     assert buffers == [b"\0\0\0\0", b"\1\1\1\1"]
 
 

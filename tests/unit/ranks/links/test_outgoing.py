@@ -10,7 +10,7 @@ import pytest
 from common.ranks.links.connecting import RankLinks
 from common.ranks.links.outgoing import LinkTimeout
 from common.ranks.links.socket_stream import PIECE_BYTES, SMALL_BYTES
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous, fork
 
 MESSAGE_BYTES = (0, 1, 4, SMALL_BYTES, SMALL_BYTES + 1, PIECE_BYTES, LARGE_BYTES)
@@ -85,7 +85,7 @@ def test_the_last_message_of_a_rank_arrives_after_its_exit(rendezvous: FolderRen
 
     process = fork(send_and_exit)
     links = rendezvous.join(0, 2)
-    process.join(PATIENCE)
+    process.join(WAIT_TIMEOUT)
     received = bytearray(len(message))
     links.incoming[1].receive(0, received)
     assert received == message

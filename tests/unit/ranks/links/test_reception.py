@@ -16,7 +16,7 @@ from common.ranks.links.connecting import RankAddress, RankLinks
 from common.ranks.links.reception import MAX_PENDING
 from common.ranks.links.welcome import ANSWER_BYTES, ConnectionId, make_hello
 from common.system.errors import UnreachableError
-from tests.harness.commands.processes import PATIENCE
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.environment.randomness import draw_seed
 from tests.harness.ranks.folder_rendezvous import FolderRendezvous, fork
 from tests.harness.ranks.foreign_clients import send_random_inputs
@@ -44,7 +44,7 @@ class WaitingRank:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX if self.is_local else socket.AF_INET)
-        connection.settimeout(PATIENCE)
+        connection.settimeout(WAIT_TIMEOUT)
         if self.is_local:
             connection.connect("\0" + self.address.unix_socket_name)
         else:
@@ -63,7 +63,7 @@ class WaitingRank:
     def finish(self) -> None:
         """Check that rank 1 can still connect and receive a message."""
         links_of_rank_1 = self.rendezvous.join(1, 2)
-        links_of_rank_0 = self.links.result(PATIENCE)
+        links_of_rank_0 = self.links.result(WAIT_TIMEOUT)
         links_of_rank_0.outgoing[1].send(0, b"four")
         received = bytearray(4)
         links_of_rank_1.incoming[0].receive(0, received)
@@ -114,7 +114,7 @@ def test_another_user_of_this_host_is_rejected_even_with_the_token(waiting_rank:
         assert waiting_rank.send(hello) == b""
 
     process = fork(connect_as_another_user)
-    process.join(PATIENCE)
+    process.join(WAIT_TIMEOUT)
     assert process.exitcode == 0
     assert "this host: the peer belongs to another user" in waiting_rank.rendezvous.warnings[0]
 
@@ -150,13 +150,13 @@ def test_a_second_connection_of_a_connected_rank_is_rejected(rendezvous: FolderR
                 second.sendall(hello)
                 assert second.recv(100) == b""
         with pytest.raises(UnreachableError, match="rank 1 has not published its address"):
-            links.result(PATIENCE)
+            links.result(WAIT_TIMEOUT)
     assert "claims to be rank 1, which is already connected" in rendezvous.warnings[0]
 
 
 @pytest.fixture
 def long_handshakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reception, "HANDSHAKE_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr(reception, "HANDSHAKE_SECONDS", 10 * WAIT_TIMEOUT)
 
 
 @pytest.mark.usefixtures("long_handshakes")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from common.runs.compare import metric_curves
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 STEP_SECONDS = 0.1
 PAUSE_SECONDS = 60
@@ -87,7 +87,7 @@ def test_a_run_without_rows_has_empty_curves() -> None:
 
 
 def test_the_curves_of_a_restarted_run_have_each_step_once(tmp_path: Path) -> None:
-    folder = Made(steps=100, attempts=4).write(tmp_path)
+    folder = SyntheticRun(steps=100, attempts=4).write(tmp_path)
     curves = metric_curves.read_curves(folder.read_rows())
     assert curves.loss.positions[:, 0].tolist() == list(range(1, 101))
     assert curves.tests["test_loss"].positions[:, 0].tolist() == [20, 40, 60, 80, 100]

@@ -11,12 +11,12 @@ from common.measure import media
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_process import RowForwarder
 from common.runs.tracking.wandb_rows import TrackingNote, list_incomplete_notes, read_note, write_note
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
 def test_steps_that_a_newer_attempt_repeated_are_not_sent(tmp_path: Path) -> None:
     """The newer attempt resumed from step 3, and its record, of an older version, has no number of rows."""
-    first = Made(steps=5, step_seconds=0.2, state="finished").write(tmp_path).list_attempts()[0]
+    first = SyntheticRun(steps=5, step_seconds=0.2, state="finished").write(tmp_path).list_attempts()[0]
     second = RunFolder(first.path).claim_attempt()
     second.record_parent_attempt(1, 3)
     for step in (2, 4):
@@ -32,7 +32,7 @@ def test_steps_that_a_newer_attempt_repeated_are_not_sent(tmp_path: Path) -> Non
 
 def test_sending_the_rows_of_an_attempt_does_not_change_newer_attempts(tmp_path: Path) -> None:
     """The attempt may be superseded, or resumed while `make sync` sends its rows."""
-    folder = Made(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path)
+    folder = SyntheticRun(steps=40, step_seconds=0.2, attempts=2, state="lost").write(tmp_path)
     first, second = folder.list_attempts()
     for attempt in (first, second):
         write_note(attempt, TrackingNote())

@@ -12,14 +12,14 @@ from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from slurm.__main__ import main
 from slurm.launch.source_check import check_source
-from tests.harness.runs.synthetic_runs import Made
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 DAMAGED_FILE = "common/config/config.py"
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    run_folder = Made("mnist_pipeline", 0, 20).write(tmp_path)
+    run_folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path)
     provenance.copy_source(run_folder)
     check_source(run_folder)
     return run_folder

@@ -24,12 +24,12 @@ from configs.profile import Profile
 from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.warm import ROOT
 from tests.harness.custom_code.examples import write_example, write_schedule
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake, call, call_here, report
+from tests.harness.repository import ROOT
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_main, call_slurm, execute_module
 
 
 def list_arguments(cache: Path, runs: Path, *options: str) -> tuple[str, ...]:
@@ -43,8 +43,10 @@ def find_only_run(runs: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def test_the_folder_of_a_submitted_run_contains_all_that_the_job_needs(fake: Fake, cache: Path, runs: Path) -> None:
-    process = call(fake, "slurm", *list_arguments(cache, runs, "--nodes=2"))
+def test_the_folder_of_a_submitted_run_contains_all_that_the_job_needs(
+    fake: FakeSlurm, cache: Path, runs: Path
+) -> None:
+    process = execute_module(fake, "slurm", *list_arguments(cache, runs, "--nodes=2"))
     assert "job 4711 on SLURM, 2 nodes, 2 ranks" in process.stdout
     assert "make logs RUN=" in process.stdout
     assert "make cancel RUN=" in process.stdout
@@ -137,14 +139,16 @@ def test_a_job_uses_the_data_set_that_was_found_when_it_was_submitted(
     assert prepare_data_of_run(cfg, folder).name == "digits"
 
 
-def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(fake: Fake, cache: Path, runs: Path) -> None:
+def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(
+    fake: FakeSlurm, cache: Path, runs: Path
+) -> None:
     provenance.copy_source(RunFolder(runs.parent))  # a separate checkout, because other tests copy ROOT meanwhile
     checkout = runs.parent / "code"
     for arguments in ("init -q", "add -A", "-c user.name=x -c user.email=x@x commit -qm x"):
         subprocess.run(["git", "-C", str(checkout), *arguments.split()], check=True)
 
     def submit(*options: str, status: int = 0) -> Completed:
-        return call(fake, "slurm", *list_arguments(cache, runs, *options), source=checkout, status=status)
+        return execute_module(fake, "slurm", *list_arguments(cache, runs, *options), source=checkout, status=status)
 
     submit("--strict=1", "--dry-run=1")
     (checkout / "common" / "brand_new_file.py").write_text("x = 1\n")
@@ -153,21 +157,21 @@ def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(fake: Fak
     assert (find_only_run(runs).path / "code" / "common" / "brand_new_file.py").exists()
 
 
-def test_a_dry_run_prints_the_job_and_changes_nothing(fake: Fake, cache: Path, runs: Path) -> None:
-    process = report(fake, *list_arguments(cache, runs, "--dry-run=1", "--nodes=2"))
+def test_a_dry_run_prints_the_job_and_changes_nothing(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    process = call_slurm(fake, *list_arguments(cache, runs, "--dry-run=1", "--nodes=2"))
     assert "#SBATCH --nodes=2" in process.stdout
     assert "microbatches: 4" in process.stdout
-    assert not fake.calls.exists()
+    assert not fake.calls_file.exists()
     assert not runs.exists()
 
 
-def run_exp(fake: Fake, settings: str, *options: str, status: int = 0) -> Completed:
+def run_exp(fake: FakeSlurm, settings: str, *options: str, status: int = 0) -> Completed:
     """Call `exp` of data parallelism within this process."""
     arguments = (f"--args={settings}", *options, "--", "ddp_multinode")
-    return in_process.run_verb("exp", *arguments, cwd=ROOT, status=status, **fake.environment())
+    return in_process_calls.call_verb("exp", *arguments, cwd=ROOT, status=status, **fake.make_environment())
 
 
-def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:
+def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: FakeSlurm) -> None:
     for settings, ranks in (("cluster.gpus=4", 4), ("processes_per_node=2", 2), ("", 1)):
         process = run_exp(fake, settings, "--dry-run=1")
         assert f"#SBATCH --ntasks-per-node={ranks}\n" in process.stdout, process.stderr
@@ -175,7 +179,7 @@ def test_a_dry_run_prints_the_number_of_ranks_of_the_job(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("dry_run", ["0", "1"])
-def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: Fake, runs: Path, dry_run: str) -> None:
+def test_settings_that_do_not_fit_the_number_of_ranks_are_refused(fake: FakeSlurm, runs: Path, dry_run: str) -> None:
     options = (f"--dry-run={dry_run}", "--launch=slurm")
     for settings, message in (("elastic=true", "requires at least two ranks"), ("batch=66 cluster.gpus=4", "batch=66")):
         assert message in run_exp(fake, f"{settings} runs={runs}", *options, status=2).stderr
@@ -197,36 +201,36 @@ SLURM_ERRORS = [
 
 @pytest.mark.parametrize("name, body, message", SLURM_ERRORS)
 def test_errors_of_slurm_are_reported_and_leave_no_folder(
-    fake: Fake, cache: Path, runs: Path, name: str, body: str, message: str
+    fake: FakeSlurm, cache: Path, runs: Path, name: str, body: str, message: str
 ) -> None:
-    fake.answer(name, body)
-    process = report(fake, *list_arguments(cache, runs), status=2)
+    fake.define_command(name, body)
+    process = call_slurm(fake, *list_arguments(cache, runs), status=2)
     assert process.stderr.startswith("error: ")
     assert message in process.stderr
     assert not list(runs.glob("*"))
 
 
-def test_launch_slurm_requires_sbatch(fake: Fake, cache: Path, runs: Path) -> None:
-    (fake.bin / "sbatch").unlink()
-    path = f"{fake.bin}:{Path(sys.executable).parent}"
+def test_launch_slurm_requires_sbatch(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    (fake.bin_folder / "sbatch").unlink()
+    path = f"{fake.bin_folder}:{Path(sys.executable).parent}"
     arguments = list_arguments(cache, runs, "--launch=slurm")
-    process = call_here(fake, slurm_main, *arguments, PATH=path, status=2)
+    process = call_main(fake, slurm_main, *arguments, PATH=path, status=2)
     assert "sbatch is not installed here" in process.stderr
 
 
-def test_launch_slurm_requires_its_configuration(fake: Fake, cache: Path, runs: Path) -> None:
-    fake.conf.unlink()
-    process = report(fake, *list_arguments(cache, runs, "--launch=slurm"), status=2)
+def test_launch_slurm_requires_its_configuration(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    fake.slurm_conf.unlink()
+    process = call_slurm(fake, *list_arguments(cache, runs, "--launch=slurm"), status=2)
     assert "SLURM is not configured here" in process.stderr
 
 
-def test_an_unknown_launch_is_refused(fake: Fake, cache: Path, runs: Path) -> None:
-    process = report(fake, *list_arguments(cache, runs, "--launch=elsewhere"), status=2)
+def test_an_unknown_launch_is_refused(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    process = call_slurm(fake, *list_arguments(cache, runs, "--launch=elsewhere"), status=2)
     assert "LAUNCH=elsewhere is unknown" in process.stderr
 
 
 def test_a_run_of_another_version_of_the_source_is_not_submitted(tmp_path: Path) -> None:
-    folder = Made(steps=20).write(tmp_path)
+    folder = SyntheticRun(steps=20).write(tmp_path)
     text = (folder.path / "config.yaml").read_text()
     with pytest.raises(UserError, match="was created by another version of this project"):
         submit_prepared_run(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
@@ -234,7 +238,7 @@ def test_a_run_of_another_version_of_the_source_is_not_submitted(tmp_path: Path)
 
 
 def test_settings_that_the_source_of_a_run_lacks_are_refused(tmp_path: Path) -> None:
-    folder = Made(steps=20).write(tmp_path)
+    folder = SyntheticRun(steps=20).write(tmp_path)
     (folder.path / "config.yaml").write_text("epochs: 1\n")
     with pytest.raises(UserError, match=r"has no setting wandb.model; remove it from ARGS"):
         check_source_knows_settings(folder, ["epochs=2", "wandb.model=false"])

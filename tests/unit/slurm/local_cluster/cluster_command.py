@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.commands import warm
+from tests.harness.commands import execution
 from tests.harness.commands.exit_status import Completed
 
 PLAN = Plan("local", Path("/tmp/c"), 3, 2, 1000, "me", 1000, 100, "none", False, 5000, {})
 
 
 def run_cluster_command(*arguments: str, status: int = 0, **variables: str) -> Completed:
-    """Run the command in a fork of a warm process, with more environment variables."""
+    """Run the command as a fork of the fork server, with additional environment variables."""
     command = [sys.executable, "-m", "slurm", "cluster", *arguments]
-    return warm.execute(command, env=os.environ | variables, timeout=60, status=status)
+    return execution.execute_command(command, env=os.environ | variables, timeout=60, status=status)

@@ -18,11 +18,11 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.local_cluster import cli, cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.commands import in_process, warm
+from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.programs import list_loaded_modules
-from tests.harness.commands.warm import ROOT
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.repository import ROOT
+from tests.harness.slurm.fake_slurm import FakeSlurm
 from tests.unit.slurm.local_cluster.cluster_command import run_cluster_command
 
 LINKS = [
@@ -37,14 +37,14 @@ KILLED = -9
 class RunningCluster:
     """A cluster of three hosts; the third one is powered off."""
 
-    def __init__(self, fake: Fake, folder: Path) -> None:
+    def __init__(self, fake: FakeSlurm, folder: Path) -> None:
         self.fake = fake
         list_links = f"echo '{json.dumps(LINKS)}'"
-        record_changes = f"{{ cat; echo; }} >>{fake.calls}"
-        fake.answer("nsenter", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
-        fake.answer("ip", f'test "$1" = -json && {list_links} || {record_changes}')
-        fake.answer("tc", f"echo '{json.dumps(QDISCS)}'")
-        self.variables = fake.environment(CLUSTER_DIR=str(folder))
+        record_changes = f"{{ cat; echo; }} >>{fake.calls_file}"
+        fake.define_command("nsenter", 'while [ "$1" != -- ]; do shift; done; shift; exec "$@"')
+        fake.define_command("ip", f'test "$1" = -json && {list_links} || {record_changes}')
+        fake.define_command("tc", f"echo '{json.dumps(QDISCS)}'")
+        self.variables = fake.make_environment(CLUSTER_DIR=str(folder))
         self.variables.pop("SLURM_CONF")
         self.folder = cluster.find_cluster_folder("local", self.variables)
         for name in slurm_conf.FOLDERS:
@@ -69,16 +69,16 @@ class RunningCluster:
     def run(self, *arguments: str, status: int = 0) -> str:
         """Run a verb in its own process and return its output, or its error output if it must fail."""
         command = [sys.executable, "-m", "slurm", "cluster", *arguments]
-        process = warm.execute(command, env=self.variables, timeout=60, status=status)
+        process = execution.execute_command(command, env=self.variables, timeout=60, status=status)
         return (process.stderr if status else process.stdout).strip()
 
     def list_calls(self, name: str) -> list[str]:
         """Return the recorded calls of a command."""
-        return [line for line in self.fake.calls.read_text().splitlines() if line.startswith(f"{name} ")]
+        return [line for line in self.fake.calls_file.read_text().splitlines() if line.startswith(f"{name} ")]
 
 
 @pytest.fixture
-def running(fake: Fake, tmp_path: Path) -> Iterator[RunningCluster]:
+def running(fake: FakeSlurm, tmp_path: Path) -> Iterator[RunningCluster]:
     local_cluster = RunningCluster(fake, tmp_path)
     yield local_cluster
     local_cluster.stop()
@@ -91,7 +91,7 @@ def any_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_status_shows_cable_and_state_of_each_host(running: RunningCluster) -> None:
-    running.fake.answer("sinfo", "printf 'node1 idle\\nnode2 down*\\n'")
+    running.fake.define_command("sinfo", "printf 'node1 idle\\nnode2 down*\\n'")
     first_line, *rows = running.run("status").splitlines()
     assert first_line == f"cluster local is up: first process {running.first_process.pid}, files in {running.folder}"
     assert [" ".join(row.split()) for row in rows] == [
@@ -117,7 +117,7 @@ def test_changes_that_are_impossible_are_refused(running: RunningCluster) -> Non
     assert running.run("cut", "3", status=2) == f"error: node3 is powered off; {remedy}"
     assert running.run("power-on", "2", status=2) == "error: node2 is already on"
     assert "N must be an integer from 1 to 3 (got '4')" in running.run("cut", "4", status=2)
-    running.fake.answer("ip", "echo 'Cannot find device \"node2\"' >&2; exit 1")
+    running.fake.define_command("ip", "echo 'Cannot find device \"node2\"' >&2; exit 1")
     assert 'ip: Cannot find device "node2" (link set node2 down)' in running.run("cut", "2", status=2)
 
 
@@ -133,10 +133,10 @@ def test_commands_run_on_the_controller_or_on_a_running_host(running: RunningClu
 
 
 def test_preempt_requests_the_hosts_of_a_job_or_all_hosts(running: RunningCluster) -> None:
-    running.fake.answer("sinfo", "printf 'node1\\nnode2'")
-    running.fake.answer("squeue", "echo node2")
-    running.fake.answer("scontrol", "echo $3 | tr , '\\n'")
-    running.fake.answer("sbatch", "echo 4712")
+    running.fake.define_command("sinfo", "printf 'node1\\nnode2'")
+    running.fake.define_command("squeue", "echo node2")
+    running.fake.define_command("scontrol", "echo $3 | tr , '\\n'")
+    running.fake.define_command("sbatch", "echo 4712")
     assert running.run("preempt", "4711") == "job 4712 in partition high requests node2"
     assert running.run("preempt") == "job 4712 in partition high requests node1,node2"
     for_job, for_all = running.list_calls("sbatch")
@@ -145,8 +145,8 @@ def test_preempt_requests_the_hosts_of_a_job_or_all_hosts(running: RunningCluste
 
 
 def test_preempt_is_refused_if_there_is_nothing_to_preempt(running: RunningCluster) -> None:
-    running.fake.answer("squeue", "true")
-    running.fake.answer("sinfo", "true")
+    running.fake.define_command("squeue", "true")
+    running.fake.define_command("sinfo", "true")
     assert running.run("preempt", "4711", status=2) == "error: job 4711 is not running"
     assert running.run("preempt", status=2) == "error: no host is ready to run a job"
 
@@ -154,7 +154,7 @@ def test_preempt_is_refused_if_there_is_nothing_to_preempt(running: RunningClust
 def test_requeue_forwards_the_error_of_slurm(running: RunningCluster) -> None:
     assert running.run("requeue", "4711") == ""
     assert running.list_calls("scontrol") == ["scontrol requeue 4711"]
-    running.fake.answer("scontrol", "echo 'slurm_requeue error: Invalid job id specified' >&2; exit 1")
+    running.fake.define_command("scontrol", "echo 'slurm_requeue error: Invalid job id specified' >&2; exit 1")
     assert running.run("requeue", "1", status=2) == "error: scontrol: Invalid job id specified"
 
 
@@ -162,11 +162,13 @@ def test_requeue_forwards_the_error_of_slurm(running: RunningCluster) -> None:
 def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
     for names in slurm_conf.PACKAGES.values():
         for name in set(names) - {"ip"}:
-            running.fake.answer(name, "exit 1")
+            running.fake.define_command(name, "exit 1")
     variables = {"CLUSTER_DIR": str(running.folder.parent), "PATH": running.variables["PATH"]}
 
     def run_up(*options: str, status: int = 0) -> Completed:
-        return in_process.run_verb("cluster", "up", "--auth=none", *options, cwd=ROOT, status=status, **variables)
+        return in_process_calls.call_verb(
+            "cluster", "up", "--auth=none", *options, cwd=ROOT, status=status, **variables
+        )
 
     for options in ((), ("--nodes=3",)):
         assert run_up(*options).stdout == "cluster local is already up\n"
@@ -178,7 +180,7 @@ def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
 @pytest.mark.usefixtures("any_folder")
 def test_down_stops_the_cluster_and_keeps_its_logs(running: RunningCluster) -> None:
     (running.folder / "log" / "ctl.log").write_text("it began\n")
-    process = in_process.run_verb("cluster", "down", CLUSTER_DIR=str(running.folder.parent))
+    process = in_process_calls.call_verb("cluster", "down", CLUSTER_DIR=str(running.folder.parent))
     assert process.stdout == f"cluster local is down; the logs are in {running.folder}/log\n", process.stderr
     assert running.first_process.wait(timeout=5) == KILLED
     assert sorted(path.name for path in running.folder.iterdir() if path.is_dir()) == ["log"]

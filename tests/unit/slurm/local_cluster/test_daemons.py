@@ -10,7 +10,7 @@ import pytest
 from common.system.errors import UserError
 from slurm.local_cluster import daemons
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import FakeSlurm
 
 
 @pytest.fixture
@@ -34,14 +34,14 @@ def test_a_daemon_that_does_not_start_is_reported(plan: Plan) -> None:
         daemons.start_daemon(plan, "sh", "-c", "exit 3")
 
 
-def test_only_its_owner_can_read_the_key_of_munge(plan: Plan, fake_here: Fake) -> None:
-    fake_here.answer("munged", "true")
+def test_only_its_owner_can_read_the_key_of_munge(plan: Plan, fake_here: FakeSlurm) -> None:
+    fake_here.define_command("munged", "true")
     daemons.start_munge(plan)
     folder = plan.folder / "run"
     key = (folder / "munge.key").stat()
     assert key.st_size == 128
     assert key.st_mode & 0o777 == 0o400
-    arguments = fake_here.calls.read_text().split()
+    arguments = fake_here.calls_file.read_text().split()
     assert {f"--key-file={folder}/munge.key", f"--socket={folder}/munge.sock"} <= set(arguments)
 
 

@@ -12,7 +12,7 @@ import pytest
 from common.system.errors import UserError
 from slurm.local_cluster import slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.commands.processes import script
+from tests.harness.commands.processes import write_script
 from tests.unit.slurm.local_cluster.cluster_command import PLAN
 
 
@@ -175,7 +175,7 @@ ROWS_BY_OPTIONS = [
 
 @pytest.mark.parametrize("options, rows", ROWS_BY_OPTIONS)
 def test_the_replacement_for_sacct_prints_the_rows_of_sacct(options: str, rows: list[str], tmp_path: Path) -> None:
-    script(tmp_path / "scontrol", SCONTROL)
+    write_script(tmp_path / "scontrol", SCONTROL)
     sacct = tmp_path / "sacct"
     sacct.write_text(slurm_conf.SACCT_SCRIPT)
     sacct.chmod(0o755)

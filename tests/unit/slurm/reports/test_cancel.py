@@ -14,16 +14,16 @@ from common.runs.result import Result
 from common.system.processes import Process
 from slurm.reports import cancel, status
 from tests.harness.runs.process_records import Popen, identify_process
-from tests.harness.slurm.fake_slurm import Fake, report
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 
-def test_a_canceled_job_is_recorded(fake: Fake, runs: Path) -> None:
+def test_a_canceled_job_is_recorded(fake: FakeSlurm, runs: Path) -> None:
     folder = str(write_submitted_run(runs, "4711").path)
-    assert report(fake, "cancel", folder).stdout == "canceled job 4711\n"
-    assert "scancel 4711" in fake.calls.read_text()
-    assert "CANCELLED" in report(fake, "status", folder).stdout
-    assert "is already CANCELLED" in report(fake, "cancel", folder).stdout
+    assert call_slurm(fake, "cancel", folder).stdout == "canceled job 4711\n"
+    assert "scancel 4711" in fake.calls_file.read_text()
+    assert "CANCELLED" in call_slurm(fake, "status", folder).stdout
+    assert "is already CANCELLED" in call_slurm(fake, "cancel", folder).stdout
 
 
 def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process: Popen) -> None:

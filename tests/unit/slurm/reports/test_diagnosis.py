@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm.reports import diagnosis
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import FakeSlurm
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 CAUSES = {
@@ -20,9 +20,9 @@ CAUSES = {
 
 @pytest.mark.parametrize("fields, cause", CAUSES.items())
 def test_the_cause_follows_from_the_state_of_the_job_and_not_from_other_fields(
-    fake_here: Fake, runs: Path, fields: str, cause: str
+    fake_here: FakeSlurm, runs: Path, fields: str, cause: str
 ) -> None:
     folder = write_submitted_run(runs, "4711")
-    fake_here.answer("squeue", "true")
-    fake_here.answer("scontrol", f"echo {fields}")
+    fake_here.define_command("squeue", "true")
+    fake_here.define_command("scontrol", f"echo {fields}")
     assert diagnosis.collect_diagnosis(folder)["cause_kind"] == cause

@@ -6,30 +6,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import in_process
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake, report
+from tests.harness.commands import in_process_calls
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 
 @pytest.mark.parametrize("verb, run", [("status", "../x"), ("logs", "nothing"), ("cancel", "x")])
-def test_unknown_runs_are_refused(fake: Fake, verb: str, run: str) -> None:
-    process = in_process.run_verb(verb, run, status=2, **fake.environment())  # type: ignore[arg-type]
+def test_unknown_runs_are_refused(fake: FakeSlurm, verb: str, run: str) -> None:
+    process = in_process_calls.call_verb(verb, run, status=2, **fake.make_environment())  # type: ignore[arg-type]
     assert "no such run folder" in process.stderr
 
 
-def test_the_end_of_an_id_selects_a_run(fake: Fake, runs: Path) -> None:
+def test_the_end_of_an_id_selects_a_run(fake: FakeSlurm, runs: Path) -> None:
     path = write_submitted_run(runs, "4711").path
-    process = report(fake, "status", "--runs-folder", str(runs), path.name[-4:])
+    process = call_slurm(fake, "status", "--runs-folder", str(runs), path.name[-4:])
     assert path.name in process.stdout, process.stderr
 
 
-def test_a_run_folder_without_config_is_reported(fake: Fake, runs: Path) -> None:
-    complete = Made(number=1, steps=20).write(runs)
-    broken = Made(number=2, steps=20).write(runs)
+def test_a_run_folder_without_config_is_reported(fake: FakeSlurm, runs: Path) -> None:
+    complete = SyntheticRun(number=1, steps=20).write(runs)
+    broken = SyntheticRun(number=2, steps=20).write(runs)
     (broken.path / "config.yaml").unlink()
     (runs / "sweeps").mkdir()
-    process = report(fake, "status", f"--runs-folder={runs}")
+    process = call_slurm(fake, "status", f"--runs-folder={runs}")
     assert complete.path.name in process.stdout
     assert broken.path.name not in process.stdout
     assert process.stderr == f"not listed because config.yaml is missing: {broken.path.name}\n"

@@ -18,33 +18,33 @@ from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.reports import cancel, logs, status
 from slurm.scheduling import scheduler
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.runs.process_records import Popen
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake, call, report
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm, execute_module
 from tests.unit.slurm.submitted_runs import write_submitted_run
 
 
-def list_calls(fake: Fake, word_count: int = 1) -> list[str]:
+def list_calls(fake: FakeSlurm, word_count: int = 1) -> list[str]:
     """Return the first words of each recorded call of SLURM's commands."""
-    return [" ".join(line.split()[:word_count]) for line in fake.calls.read_text().splitlines()]
+    return [" ".join(line.split()[:word_count]) for line in fake.calls_file.read_text().splitlines()]
 
 
-def answer_nothing(fake: Fake, *names: str) -> None:
+def answer_nothing(fake: FakeSlurm, *names: str) -> None:
     """Make commands hang."""
     for name in names:
-        fake.answer(name, "exec sleep 60")
+        fake.define_command(name, "exec sleep 60")
 
 
 def list_runs(folder: Path, *options: str) -> list[str]:
     """Return the lines below the head of the list, shortened to the id for runs that have finished."""
-    lines = in_process.run_verb("status", f"--runs-folder={folder}", *options).stdout.splitlines()[1:]
+    lines = in_process_calls.call_verb("status", f"--runs-folder={folder}", *options).stdout.splitlines()[1:]
     return [line.split()[0] if "FINISHED" in line else line for line in lines]
 
 
 def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiments = ("mnist_pipeline", "ddp_multinode", "mnist_pipeline")
-    ids = [Made(name, number, steps=1).write(tmp_path).path.name for number, name in enumerate(experiments)]
+    ids = [SyntheticRun(name, number, steps=1).write(tmp_path).path.name for number, name in enumerate(experiments)]
     monkeypatch.setattr(status, "MAX_LISTED_RUNS", 2)
     assert list_runs(tmp_path) == [ids[2], ids[1], "not listed: 1 older run; to list all runs: make status ALL=1"]
     assert list_runs(tmp_path, "--all=1") == ids[::-1]
@@ -53,27 +53,27 @@ def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, m
 
 
 def test_the_shards_of_a_run_are_shown(tmp_path: Path) -> None:
-    folder = Made("ddp_multinode", state="running", steps=200).write(tmp_path)
-    assert "shards" not in in_process.run_verb("status", f"--runs-folder={tmp_path}").stdout
+    folder = SyntheticRun("ddp_multinode", state="running", steps=200).write(tmp_path)
+    assert "shards" not in in_process_calls.call_verb("status", f"--runs-folder={tmp_path}").stdout
     attempt = folder.list_attempts()[-1]
     attempt.write_heartbeat(0, 100, time.time(), samples=96)
     attempt.write_heartbeat(1, 100, time.time(), samples=32)
-    assert "shards 96+32" in in_process.run_verb("status", f"--runs-folder={tmp_path}").stdout
+    assert "shards 96+32" in in_process_calls.call_verb("status", f"--runs-folder={tmp_path}").stdout
 
 
 def test_waiting_requires_a_run(tmp_path: Path) -> None:
-    process = in_process.run_verb("status", f"--runs-folder={tmp_path}", "--wait=abc", status=2)
+    process = in_process_calls.call_verb("status", f"--runs-folder={tmp_path}", "--wait=abc", status=2)
     assert process.stderr.count("\n") == 1
     assert "error: WAIT requires RUN=<id>" in process.stderr
 
 
 @pytest.mark.parametrize("state, exit_status", [("failed", 1), ("lost", 1), ("finished", 0)])
 def test_a_failed_run_changes_the_exit_status_only_for_scripts(tmp_path: Path, state: str, exit_status: int) -> None:
-    run = str(Made(state=state).write(tmp_path).path)
+    run = str(SyntheticRun(state=state).write(tmp_path).path)
     for verb, arguments in {"status": ["--", run], "doctor": [f"--run={run}"]}.items():
-        in_process.run_verb(verb, *arguments)
-        in_process.run_verb(verb, "--json=1", *arguments, status=exit_status)
-    in_process.run_verb("status", "--wait=1", "--", run, status=exit_status)
+        in_process_calls.call_verb(verb, *arguments)
+        in_process_calls.call_verb(verb, "--json=1", *arguments, status=exit_status)
+    in_process_calls.call_verb("status", "--wait=1", "--", run, status=exit_status)
 
 
 # ---- the state of a job
@@ -94,64 +94,66 @@ STATES_BY_ANSWERS = [
 
 @pytest.mark.parametrize("squeue, scontrol, sacct, state, exit_status", STATES_BY_ANSWERS)
 def test_squeue_scontrol_and_sacct_are_queried_in_turn(
-    fake: Fake, runs: Path, squeue: str, scontrol: str, sacct: str, state: str, exit_status: int
+    fake: FakeSlurm, runs: Path, squeue: str, scontrol: str, sacct: str, state: str, exit_status: int
 ) -> None:
     folder = write_submitted_run(runs, "4711")
     for name, body in (("squeue", squeue), ("scontrol", scontrol), ("sacct", sacct)):
         if body:
-            fake.answer(name, body)
-    process = report(fake, "status", "--wait=0", str(folder.path), status=exit_status)
+            fake.define_command(name, body)
+    process = call_slurm(fake, "status", "--wait=0", str(folder.path), status=exit_status)
     assert re.search(rf"  {state}  ", process.stdout), process.stdout + process.stderr
     if state == "PENDING":
         assert process.stdout.endswith("  job 4711 Resources\n")
 
 
-def test_the_queue_is_queried_once_for_all_runs(fake: Fake, runs: Path) -> None:
+def test_the_queue_is_queried_once_for_all_runs(fake: FakeSlurm, runs: Path) -> None:
     for number, job in enumerate(("1", "2_0", "2_1", "3")):
         write_submitted_run(runs, job, number)
-    fake.answer("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
-    fake.answer("scontrol", "echo JobState=FAILED")
-    process = report(fake, "status", f"--runs-folder={runs}")
+    fake.define_command("squeue", "printf '1|RUNNING|None\\n2_0|RUNNING|None\\n2_1|PENDING|JobArrayTaskLimit\\n'")
+    fake.define_command("scontrol", "echo JobState=FAILED")
+    process = call_slurm(fake, "status", f"--runs-folder={runs}")
     states = [line.split()[1] for line in process.stdout.splitlines()[1:]]
     assert states == ["FAILED", "PENDING", "RUNNING", "RUNNING"], process.stdout + process.stderr
     assert "job 2_1 JobArrayTaskLimit" in process.stdout
     assert list_calls(fake) == ["squeue", "scontrol"]
 
 
-def test_a_hanging_controller_is_queried_once(fake_here: Fake, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_controller_is_queried_once(
+    fake_here: FakeSlurm, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders = [write_submitted_run(runs, str(number), number) for number in range(5)]
     answer_nothing(fake_here, "squeue", "scontrol", "sacct")
     monkeypatch.setattr(scheduler, "COMMAND_TIMEOUT", 3.3)
     assert {status.read_state(folder)[0] for folder in folders} == {"UNKNOWN"}
     assert list_calls(fake_here) == ["squeue", "sacct"], "scontrol would query the same controller as squeue"
     monkeypatch.setattr(scheduler, "COOLDOWN_SECONDS", 0.0)
-    fake_here.answer("squeue", "echo '3|RUNNING|None'")
+    fake_here.define_command("squeue", "echo '3|RUNNING|None'")
     assert status.read_state(folders[3])[0] == "RUNNING"
 
 
-def test_runs_are_listed_within_seconds_if_slurm_does_not_answer(fake: Fake, runs: Path) -> None:
+def test_runs_are_listed_within_seconds_if_slurm_does_not_answer(fake: FakeSlurm, runs: Path) -> None:
     for number in range(5):
         write_submitted_run(runs, str(number), number)
     answer_nothing(fake, "squeue", "scontrol", "sacct")
     start = time.monotonic()
-    process = report(fake, "status", f"--runs-folder={runs}")
+    process = call_slurm(fake, "status", f"--runs-folder={runs}")
     assert process.stdout.count("UNKNOWN") == 5, process.stdout + process.stderr
     assert time.monotonic() - start < 30, "much less than a time limit of 15 s per run"
     assert list_calls(fake, word_count=2) == ["squeue -h", "scontrol ping", "sacct -n"], "one call each for all runs"
 
 
-def test_the_answer_of_a_slow_controller_is_used(fake: Fake, runs: Path) -> None:
+def test_the_answer_of_a_slow_controller_is_used(fake: FakeSlurm, runs: Path) -> None:
     write_submitted_run(runs, "1")
-    fake.answer("squeue", "sleep 2.5; echo '1|RUNNING|None'")
-    process = report(fake, "status", f"--runs-folder={runs}")
+    fake.define_command("squeue", "sleep 2.5; echo '1|RUNNING|None'")
+    process = call_slurm(fake, "status", f"--runs-folder={runs}")
     assert " RUNNING " in process.stdout, process.stdout
 
 
-def test_status_does_not_wait_for_a_controller_that_is_down(fake_here: Fake, runs: Path) -> None:
+def test_status_does_not_wait_for_a_controller_that_is_down(fake_here: FakeSlurm, runs: Path) -> None:
     """SLURM's commands try for ten seconds to reach a controller that refuses them."""
     folder = write_submitted_run(runs, "1")
     answer_nothing(fake_here, "squeue", "sacct")
-    fake_here.answer("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
+    fake_here.define_command("scontrol", 'echo "Slurmctld(primary) at ctl is DOWN"; exit 1')
     start = time.monotonic()
     state, detail = status.read_state(folder, timeout=scheduler.STATUS_TIMEOUT)
     assert state == "UNKNOWN"
@@ -159,30 +161,30 @@ def test_status_does_not_wait_for_a_controller_that_is_down(fake_here: Fake, run
     assert time.monotonic() - start < scheduler.STATUS_TIMEOUT, "about 2 s"
 
 
-def test_a_run_in_an_unknown_state_may_still_be_running(fake: Fake, runs: Path) -> None:
+def test_a_run_in_an_unknown_state_may_still_be_running(fake: FakeSlurm, runs: Path) -> None:
     """Nothing is sent to W&B, and no second job starts, until SLURM answers."""
     folder = write_submitted_run(runs, "1")
     offline_run = folder.path / "wandb" / "offline-run-1"
     offline_run.mkdir(parents=True)
     (offline_run / "run.wandb").touch()
     for name in ("squeue", "scontrol", "sacct"):
-        fake.answer(name, "exit 1")
+        fake.define_command(name, "exit 1")
     sync = ("sync", f"--runs-folder={runs}", "--dry-run=1")
-    output = report(fake, *sync).stdout
+    output = call_slurm(fake, *sync).stdout
     assert f"skipped {folder.path.name}: it is not known whether the run has ended (SLURM: " in output
     assert "); run make sync again when SLURM answers\nnothing to send" in output
     for command in (["rerun", "--", str(folder.path)], ["exp", f"--resume={folder.path}"]):
-        process = report(fake, *command, status=2)
+        process = call_slurm(fake, *command, status=2)
         assert f"{folder.path.name} is UNKNOWN; " in process.stderr, process.stderr
-    fake.answer("sacct", "echo FAILED")
-    assert report(fake, *sync).stdout == f"{offline_run}\n"
+    fake.define_command("sacct", "echo FAILED")
+    assert call_slurm(fake, *sync).stdout == f"{offline_run}\n"
 
 
 # ---- the state of a process and of the files of a run
 
 
 def test_a_run_on_a_renamed_host_is_not_running_forever(tmp_path: Path, waiting_process: Popen) -> None:
-    folder = Made(steps=10, state="running").write(tmp_path)
+    folder = SyntheticRun(steps=10, state="running").write(tmp_path)
     identity = Process.identify(waiting_process.pid)
     start = {"host": "before", "boot": provenance.read_boot_id(), "pid": identity.pid, "pid_started": identity.start}
     write_json(folder.path / "meta.json", {"history": [start]})
@@ -208,11 +210,11 @@ def test_a_run_on_a_renamed_host_is_not_running_forever(tmp_path: Path, waiting_
         cancel.cancel_run(folder)
 
 
-def submit_and_kill(fake: Fake, cache: Path, runs: Path) -> RunFolder:
+def submit_and_kill(fake: FakeSlurm, cache: Path, runs: Path) -> RunFolder:
     """Submit a run, and kill the command before it can delete the folder or record the job."""
-    fake.answer("sbatch", "kill -9 $PPID")
+    fake.define_command("sbatch", "kill -9 $PPID")
     settings = f"data.name=digits data.cache={cache} runs={runs}"
-    call(fake, "slurm", "exp", f"--args={settings}", "--", "mnist_pipeline", status=-signal.SIGKILL)
+    execute_module(fake, "slurm", "exp", f"--args={settings}", "--", "mnist_pipeline", status=-signal.SIGKILL)
     (path,) = runs.iterdir()
     folder = RunFolder(path)
     assert not folder.list_attempts()
@@ -220,16 +222,16 @@ def submit_and_kill(fake: Fake, cache: Path, runs: Path) -> RunFolder:
     return folder
 
 
-def test_a_run_that_was_created_and_never_started_is_lost(fake: Fake, cache: Path, runs: Path) -> None:
+def test_a_run_that_was_created_and_never_started_is_lost(fake: FakeSlurm, cache: Path, runs: Path) -> None:
     folder = submit_and_kill(fake, cache, runs)
-    process = report(fake, "status", str(folder.path))
+    process = call_slurm(fake, "status", str(folder.path))
     assert "LOST" in process.stdout, process.stdout
     assert "created but never started" in process.stdout
-    assert "is already LOST" in report(fake, "cancel", str(folder.path)).stdout
+    assert "is already LOST" in call_slurm(fake, "cancel", str(folder.path)).stdout
 
     provenance.write_metadata(folder, [], {})  # as if this process, which is alive, were submitting the run
     assert status.read_state(folder) == ("PENDING", "being prepared")
-    process = report(fake, "cancel", str(folder.path), status=2)
+    process = call_slurm(fake, "cancel", str(folder.path), status=2)
     assert "is still being prepared" in process.stderr
 
     (folder.path / "meta.json").unlink()  # config.yaml is written first
@@ -251,7 +253,7 @@ INCOMPLETE_RESULTS = [
 
 @pytest.mark.parametrize("content, state, detail", INCOMPLETE_RESULTS)
 def test_an_incomplete_result_does_not_prevent_the_list(tmp_path: Path, content: str, state: str, detail: str) -> None:
-    folder = Made(steps=10).write(tmp_path)
+    folder = SyntheticRun(steps=10).write(tmp_path)
     (folder.path / "result.json").write_text(content)
     run_status = status.read_status(folder)
     assert run_status.state == state
@@ -261,7 +263,7 @@ def test_an_incomplete_result_does_not_prevent_the_list(tmp_path: Path, content:
 
 
 def test_a_damaged_result_is_reported(runs: Path) -> None:
-    folder = Made(steps=20, state="lost").write(runs)
+    folder = SyntheticRun(steps=20, state="lost").write(runs)
     (folder.path / "result.json").write_text('{"state": "fini')
     state, detail = status.read_state(folder)
     assert state == "LOST"

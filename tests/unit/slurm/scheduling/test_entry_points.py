@@ -14,7 +14,7 @@ from common.runs.folder import RunFolder, write_json
 from common.system.errors import UserError
 from slurm.scheduling import entry_points
 from slurm.scheduling.entry_points import JobReference, check_source_version
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 
 def test_the_copied_source_contains_its_version(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from common.runs.folder import RunFolder
 from tests.harness.commands.exit_status import Completed
-from tests.harness.slurm.fake_slurm import Fake, call
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 UNREACHABLE = "127.0.0.1:9"
@@ -28,21 +28,23 @@ def folder(runs: Path) -> RunFolder:
 
 
 def run_orphan(
-    fake: Fake, folder: RunFolder, *states: str, coordinator: str = UNREACHABLE, requeue: str = "exit 0"
+    fake: FakeSlurm, folder: RunFolder, *states: str, coordinator: str = UNREACHABLE, requeue: str = "exit 0"
 ) -> Completed:
     """Run the command of a rank on node1. SLURM shows the states of the job in turn, with one host in a list."""
     show_job = make_state_script(fake, *states)
-    fake.answer("scontrol", f'case "$*" in requeue*) {requeue};; "show hostnames"*) echo "$3";; *) {show_job};; esac')
+    fake.define_command(
+        "scontrol", f'case "$*" in requeue*) {requeue};; "show hostnames"*) echo "$3";; *) {show_job};; esac'
+    )
     variables = JOB | {"ELASTIC_COORDINATOR": coordinator}
-    process = call(fake, "slurm.scheduling.orphaned_rank", str(folder.path), "node1", **variables)
+    process = execute_module(fake, "slurm.scheduling.orphaned_rank", str(folder.path), "node1", **variables)
     return process
 
 
-def count_calls(fake: Fake, command: str) -> int:
-    return fake.calls.read_text().splitlines().count(command) if fake.calls.exists() else 0
+def count_calls(fake: FakeSlurm, command: str) -> int:
+    return fake.calls_file.read_text().splitlines().count(command) if fake.calls_file.exists() else 0
 
 
-def test_a_job_that_has_lost_its_first_host_is_requeued(fake: Fake, folder: RunFolder) -> None:
+def test_a_job_that_has_lost_its_first_host_is_requeued(fake: FakeSlurm, folder: RunFolder) -> None:
     """The rank waits until SLURM has lost the first host: until then, only this host may be disconnected."""
     process = run_orphan(fake, folder, f"{RUNNING}=node1", f"{RUNNING}=node2")
     assert "the first host is lost; requeueing job 7" in process.stdout, process.stderr
@@ -52,7 +54,7 @@ def test_a_job_that_has_lost_its_first_host_is_requeued(fake: Fake, folder: RunF
     assert not folder.result
 
 
-def test_a_rank_whose_coordinator_answers_only_leaves(fake: Fake, folder: RunFolder) -> None:
+def test_a_rank_whose_coordinator_answers_only_leaves(fake: FakeSlurm, folder: RunFolder) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         run_orphan(fake, folder, f"{RUNNING}=node2", coordinator=f"127.0.0.1:{listener.getsockname()[1]}")
     assert not count_calls(fake, REQUEUE)
@@ -61,13 +63,13 @@ def test_a_rank_whose_coordinator_answers_only_leaves(fake: Fake, folder: RunFol
 @pytest.mark.parametrize(
     "state", ["JobState=PENDING Restarts=2 NodeList=", "JobState=RUNNING Restarts=2 NodeList=node2"]
 )
-def test_a_job_that_another_rank_has_requeued_is_not_changed(fake: Fake, folder: RunFolder, state: str) -> None:
+def test_a_job_that_another_rank_has_requeued_is_not_changed(fake: FakeSlurm, folder: RunFolder, state: str) -> None:
     run_orphan(fake, folder, state)
     assert not count_calls(fake, REQUEUE)
     assert not folder.result
 
 
-def test_a_job_that_cannot_be_requeued_is_canceled(fake: Fake, folder: RunFolder) -> None:
+def test_a_job_that_cannot_be_requeued_is_canceled(fake: FakeSlurm, folder: RunFolder) -> None:
     """Its script is lost, so nothing else would end the job before its time limit."""
     run_orphan(fake, folder, f"{RUNNING}=node2", requeue="echo 'requeue is disabled' >&2; exit 1")
     assert count_calls(fake, CANCEL) == 1

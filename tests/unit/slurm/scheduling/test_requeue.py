@@ -15,7 +15,7 @@ from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from slurm.scheduling import requeue
 from slurm.scheduling.job_failures import record_job_failure
 from tests.harness.commands.exit_status import Completed
-from tests.harness.slurm.fake_slurm import Fake, call, call_here
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_main, execute_module
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 SAME_START = "JobState=RUNNING Restarts=1"
@@ -24,12 +24,14 @@ REQUEUED = "JobState=PENDING Restarts=2"
 CANCELLED = "JobState=CANCELLED Restarts=1"
 
 
-def answer_with_states(fake: Fake, *states: str, requeue_command: str = "exit 0") -> None:
+def answer_with_states(fake: FakeSlurm, *states: str, requeue_command: str = "exit 0") -> None:
     """Let scontrol show the states of the job in turn, and call a shell command to requeue the job."""
-    fake.answer("scontrol", f'case "$1" in requeue) {requeue_command};; *) {make_state_script(fake, *states)};; esac')
+    fake.define_command(
+        "scontrol", f'case "$1" in requeue) {requeue_command};; *) {make_state_script(fake, *states)};; esac'
+    )
 
 
-def end_job(fake: Fake, folder: RunFolder, status: int, *states: str) -> Completed:
+def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> Completed:
     """Call the last line of the job script after the ranks have ended with an exit status."""
     if states:
         answer_with_states(fake, *states)
@@ -38,11 +40,11 @@ def end_job(fake: Fake, folder: RunFolder, status: int, *states: str) -> Complet
         path, exit_status = arguments
         return requeue.main(path, int(exit_status))
 
-    return call_here(fake, main, str(folder.path), str(status), status=None, **JOB)
+    return call_main(fake, main, str(folder.path), str(status), status=None, **JOB)
 
 
-def count_requeues(fake: Fake) -> int:
-    return fake.calls.read_text().count("scontrol requeue 7")
+def count_requeues(fake: FakeSlurm) -> int:
+    return fake.calls_file.read_text().count("scontrol requeue 7")
 
 
 REQUEUED_STATUSES = [
@@ -54,7 +56,7 @@ REQUEUED_STATUSES = [
 
 
 @pytest.mark.parametrize("status, message", REQUEUED_STATUSES)
-def test_a_job_is_requeued(fake: Fake, job_folder: RunFolder, status: int, message: str) -> None:
+def test_a_job_is_requeued(fake: FakeSlurm, job_folder: RunFolder, status: int, message: str) -> None:
     process = end_job(fake, job_folder, status, SAME_START)
     assert count_requeues(fake) == 1
     assert message in process.stdout
@@ -63,7 +65,7 @@ def test_a_job_is_requeued(fake: Fake, job_folder: RunFolder, status: int, messa
 
 @pytest.mark.parametrize("state", [STARTED_AGAIN, REQUEUED, CANCELLED])
 def test_a_job_that_has_ended_or_was_started_again_is_not_changed(
-    fake: Fake, job_folder: RunFolder, state: str
+    fake: FakeSlurm, job_folder: RunFolder, state: str
 ) -> None:
     """This host was disconnected meanwhile. A requeue would end the new start, or restart a canceled job."""
     for status in (EXIT_RESUMABLE, 137, 2):
@@ -72,28 +74,30 @@ def test_a_job_that_has_ended_or_was_started_again_is_not_changed(
     assert not job_folder.result
 
 
-def test_a_requeue_by_slurm_itself_is_no_failure(fake: Fake, job_folder: RunFolder) -> None:
+def test_a_requeue_by_slurm_itself_is_no_failure(fake: FakeSlurm, job_folder: RunFolder) -> None:
     answer_with_states(fake, SAME_START, REQUEUED, requeue_command="exit 1")
     assert end_job(fake, job_folder, EXIT_RESUMABLE).returncode == EXIT_RESUMABLE
     assert not job_folder.result
 
 
-def test_a_refused_requeue_is_the_reason_of_the_failure(fake: Fake, job_folder: RunFolder) -> None:
+def test_a_refused_requeue_is_the_reason_of_the_failure(fake: FakeSlurm, job_folder: RunFolder) -> None:
     answer_with_states(fake, SAME_START, requeue_command="echo 'requeue is disabled' >&2; exit 1")
-    call(fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), status=EXIT_RESUMABLE, **JOB)
+    execute_module(
+        fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), status=EXIT_RESUMABLE, **JOB
+    )
     assert job_folder.result["state"] == "failed"
     assert "the job cannot be requeued" in job_folder.result["reason"]
     assert "requeue is disabled" in job_folder.result["reason"]
 
 
-def test_stop_requests_before_a_rank_handles_signals_are_no_failures(fake: Fake, job_folder: RunFolder) -> None:
+def test_stop_requests_before_a_rank_handles_signals_are_no_failures(fake: FakeSlurm, job_folder: RunFolder) -> None:
     for _ in range(4):
         assert end_job(fake, job_folder, 128 + signal.SIGUSR2, SAME_START).returncode == EXIT_RESUMABLE
     assert count_requeues(fake) == 4
     assert not job_folder.result
 
 
-def test_a_run_fails_after_too_many_starts_without_a_checkpoint(fake: Fake, job_folder: RunFolder) -> None:
+def test_a_run_fails_after_too_many_starts_without_a_checkpoint(fake: FakeSlurm, job_folder: RunFolder) -> None:
     """Starts that created no attempt count, too. A checkpoint resets the count."""
     terminated_by_srun = 128 + signal.SIGTERM
     assert end_job(fake, job_folder, terminated_by_srun, SAME_START).returncode == EXIT_RESUMABLE
@@ -111,7 +115,7 @@ def test_a_run_fails_after_too_many_starts_without_a_checkpoint(fake: Fake, job_
 @pytest.mark.usefixtures("inside_job")
 @pytest.mark.parametrize("ranks", [(0, 1, 2, 3), (3, 2, 1, 0)])
 def test_the_cause_is_that_of_the_first_failure_that_is_no_consequence(
-    ranks: tuple[int, ...], fake: Fake, job_folder: RunFolder
+    ranks: tuple[int, ...], fake: FakeSlurm, job_folder: RunFolder
 ) -> None:
     """The order in which the failures are written does not matter, because hosts see files late."""
     failures = {
@@ -130,7 +134,7 @@ def test_the_cause_is_that_of_the_first_failure_that_is_no_consequence(
 
 @pytest.mark.usefixtures("inside_job")
 def test_the_reason_is_that_of_the_lowest_rank_that_does_not_blame_another_one(
-    fake: Fake, job_folder: RunFolder
+    fake: FakeSlurm, job_folder: RunFolder
 ) -> None:
     refusals = {
         2: UserError("rank 1 tells"),
@@ -148,7 +152,7 @@ def test_the_reason_is_that_of_the_lowest_rank_that_does_not_blame_another_one(
     assert job_folder.result["last_step"] == 0
 
 
-def test_a_run_that_has_a_result_is_not_requeued(fake: Fake, job_folder: RunFolder) -> None:
+def test_a_run_that_has_a_result_is_not_requeued(fake: FakeSlurm, job_folder: RunFolder) -> None:
     (job_folder.path / "result.json").write_text(json.dumps({"state": "cancelled", "exit_status": 130}))
     assert end_job(fake, job_folder, EXIT_RESUMABLE, SAME_START).returncode == 130
-    assert not fake.calls.exists()
+    assert not fake.calls_file.exists()

@@ -15,7 +15,7 @@ from common.system.errors import UserError
 from configs.profile import Profile
 from slurm.scheduling import sbatch
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 EXPECTED_SCRIPT = """#!/bin/bash
 

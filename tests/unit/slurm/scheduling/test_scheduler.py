@@ -14,7 +14,7 @@ from slurm.local_cluster import cluster
 from slurm.reports.status import find_scheduler
 from slurm.scheduling import scheduler
 from slurm.scheduling.scheduler import choose_scheduler
-from tests.harness.slurm.fake_slurm import Fake
+from tests.harness.slurm.fake_slurm import FakeSlurm
 from tests.unit.slurm.local_cluster.cluster_command import PLAN, run_cluster_command
 
 
@@ -27,8 +27,8 @@ def test_jobs_inherit_no_variables_of_another_launcher() -> None:
     assert scheduler.remove_launcher_variables(environ) == inherited
 
 
-def test_a_command_without_an_answer_times_out(fake_here: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_here.answer("scontrol", "exec sleep 60")
+def test_a_command_without_an_answer_times_out(fake_here: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_here.define_command("scontrol", "exec sleep 60")
     monkeypatch.setattr(scheduler, "COMMAND_TIMEOUT", 0.5)
     with pytest.raises(UserError, match="scontrol did not answer within"):
         scheduler.Scheduler("SLURM").check_enough_hosts(1, "")

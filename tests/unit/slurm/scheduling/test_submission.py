@@ -19,16 +19,16 @@ from slurm.launch import submit
 from slurm.reports import liveness, status
 from slurm.scheduling import requeue, submission
 from slurm.scheduling.job_failures import record_job_failure
-from tests.harness.commands import in_process
+from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed, check_status
 from tests.harness.runs.process_records import Popen, identify_process
-from tests.harness.runs.synthetic_runs import Made
-from tests.harness.slurm.fake_slurm import Fake, call
+from tests.harness.runs.synthetic_runs import SyntheticRun
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
 
 
 def write_stopped_run(runs: Path, state: str = "preempted", status: int = 75) -> RunFolder:
     """Write the folder of a run that can be resumed."""
-    folder = Made(steps=20).write(runs)
+    folder = SyntheticRun(steps=20).write(runs)
     Result(state, status).write(folder)
     provenance.copy_source(folder)
     return folder
@@ -64,12 +64,12 @@ def test_the_process_of_another_command_that_has_started_the_run_is_reported(
         submit.check_run_has_ended(folder, Config())
 
 
-def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake, runs: Path) -> None:
-    fake.answer("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
+def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: FakeSlurm, runs: Path) -> None:
+    fake.define_command("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
     folder = write_stopped_run(runs)
 
     def resume(_: int) -> Completed:
-        return call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=None)
+        return execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=None)
 
     with ThreadPoolExecutor(2) as pool:
         processes = list(pool.map(resume, range(2)))
@@ -78,7 +78,7 @@ def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: Fake,
     check_status(refused, 2)
     reasons = ("is being s", "PENDING", "RUNNING", "was just started by another command")
     assert any(reason in refused.stderr for reason in reasons), refused.stderr
-    assert fake.calls.read_text().count("sbatch") == 1
+    assert fake.calls_file.read_text().count("sbatch") == 1
 
 
 def test_a_run_that_another_command_starts_meanwhile_is_not_started(
@@ -93,15 +93,15 @@ def test_a_run_that_another_command_starts_meanwhile_is_not_started(
 
     monkeypatch.setattr(liveness, "wait_for_earlier_attempt", let_another_command_start)
     monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
-    process = in_process.run_verb("exp", f"--resume={folder.path}", "--launch=local", status=2)
+    process = in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local", status=2)
     assert not started
     assert "was just started by another command" in process.stderr
 
 
-def test_a_refused_submission_does_not_change_the_result(fake: Fake, runs: Path) -> None:
-    fake.answer("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
+def test_a_refused_submission_does_not_change_the_result(fake: FakeSlurm, runs: Path) -> None:
+    fake.define_command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     folder = write_stopped_run(runs)
-    call(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=2)
+    execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=2)
     assert folder.result["state"] == "preempted"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.models import networks
-from tests.harness.commands.processes import Settings, run
+from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.pitfalls.outcomes import collect_outcome
 
 
@@ -17,9 +17,9 @@ def test_each_rank_keeps_its_own_batch_statistics() -> None:
 
 def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: Settings) -> None:
     settings = ("strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", "log.progress=bar")
-    process = run("ddp_multinode", *digits, *settings, runs=tmp_path)
-    assert "1/1" in process.out
-    assert "samples/s" not in process.out, "the speed is unknown after one step"
+    process = run_experiment("ddp_multinode", *digits, *settings, runs=tmp_path)
+    assert "1/1" in process.stdout
+    assert "samples/s" not in process.stdout, "the speed is unknown after one step"
 
     model_bytes = 4 * sum(parameter.numel() for parameter in networks.ConvNet((28, 28), 10).parameters())
     full_bytes = process.result["unsharded_state_bytes"]
@@ -32,14 +32,14 @@ def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: 
     half = f"{full_bytes / 2e6:.1f} MB"
     kinds = "parameters, gradients and optimizer state"
     message = f"rank 0: {half}  rank 1: {half}  of {kinds}; strategy=ddp would need {full_bytes / 1e6:.1f} MB per rank"
-    assert message in process.out, process.out
-    assert "of the whole process, libraries included" in process.out
+    assert message in process.stdout, process.stdout
+    assert "of the whole process, libraries included" in process.stdout
 
 
 def test_compare_reports_the_efficiency(tmp_path: Path, digits: Settings) -> None:
-    process = run("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
+    process = run_experiment("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert 0 < process.result["efficiency"] < 4
     assert 0 < process.result["communication_exposed"] <= 1
     assert len(process.result["ranks"]) == 2
-    assert "efficiency" in process.out
-    assert "strategy=ddp would need" not in process.out
+    assert "efficiency" in process.stdout
+    assert "strategy=ddp would need" not in process.stdout

@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from common.ranks.rank_info import ORPHAN_COMMAND_VARIABLE
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import make_environment
+from tests.harness.repository import ROOT
 
 PROGRAM = """
 import socket, sys, time
@@ -23,7 +23,7 @@ time.sleep(60)
 def test_a_rank_that_cannot_reach_its_coordinator_executes_the_command_for_orphans() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         command = [sys.executable, "-c", PROGRAM, f"127.0.0.1:{listener.getsockname()[1]}"]
-        env = environment(**{ORPHAN_COMMAND_VARIABLE: json.dumps(["echo", "orphaned"])})
+        env = make_environment(**{ORPHAN_COMMAND_VARIABLE: json.dumps(["echo", "orphaned"])})
         with subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank:
             assert rank.stdout
             connection, _ = listener.accept()

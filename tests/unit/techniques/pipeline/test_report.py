@@ -9,7 +9,7 @@ from PIL import Image
 
 from common.techniques.pipeline import report, schedules
 from common.techniques.pipeline.schedules import Action, Span, simulate_schedule
-from tests.harness.commands.processes import Settings, run
+from tests.harness.commands.processes import Settings, run_experiment
 
 
 def test_idle_shares_are_those_of_the_median_step() -> None:
@@ -49,7 +49,7 @@ def test_the_legend_explains_uppercase_letters_if_there_are_any(kinds: str, has_
 
 def test_the_title_of_a_timeline_has_model_batch_ranks_and_schedule(tmp_path: Path, digits: Settings) -> None:
     settings = ("plot=true", "steps=3", "batch=16", "schedule=1f1b")
-    finished_run = run("mnist_pipeline", *digits, *settings, runs=tmp_path)
+    finished_run = run_experiment("mnist_pipeline", *digits, *settings, runs=tmp_path)
     image = Image.open(finished_run.folder.path / "timeline.png")
     model = "SimpleNN (width 128, depth 2), batch 16"
     schedule = "1f1b (built-in engine), 2 stages, 4 microbatches"

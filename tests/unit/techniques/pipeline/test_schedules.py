@@ -21,7 +21,7 @@ from common.techniques.pipeline.schedules import (
 )
 from configs.pipeline import PipelineConfig
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.commands.warm import ROOT
+from tests.harness.repository import ROOT
 
 RANKS = (1, 2, 3, 4, 8)
 STAGES_PER_RANK = (1, 2, 3)

@@ -1,4 +1,4 @@
-"""A real SLURM cluster and a checkout on it, for the tests that need them."""
+"""Start a real SLURM cluster on this machine, and execute commands in a checkout on it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from common.runs.folder import RunFolder
 from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.harness.commands.processes import applicable, environment, processes_of, wait_until
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import (
+    find_processes,
+    make_environment,
+    select_applicable_settings,
+    wait_until,
+)
+from tests.harness.repository import ROOT
 
-# before a command whose time is measured, because other tests run at the same time; only root may raise the priority
-FIRST = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
+# Prefix of commands with time limits, because other tests run at the same time. Only root may raise the priority.
+HIGH_PRIORITY = ("nice", "--adjustment=-8") if os.getuid() == 0 else ()
 
 
 class Site:
-    """The cluster and a checkout on it, which tests may edit.
+    """A cluster and a checkout on it. Tests may edit the checkout.
 
     Every command starts with `prefix`, which selects another user or other mounts.
     """
@@ -36,12 +41,12 @@ class Site:
         self.prefix = prefix
         self.checkout = folder / "checkout"
         self.runs = folder / "runs"
-        self.env = environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(self.checkout))
+        self.env = make_environment(CLUSTER_DIR=str(folder), PYTHONPATH=str(self.checkout))
         for name in provenance.list_source_files():
             (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.checkout / name)
 
-    def call(
+    def execute_module(
         self, module: str, *arguments: str, status: int | None = 0, **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Execute a module in the checkout and check its exit status, unless `status` is None."""
@@ -52,73 +57,75 @@ class Site:
         assert status is None or process.returncode == status, process.stdout + process.stderr
         return process
 
-    def settings(self, runs: str, *additional: str, name: str = "mnist_pipeline") -> str:
+    def format_settings_option(self, runs: str, *additional: str, name: str = "mnist_pipeline") -> str:
         """Return the option --args of a small run on the digits."""
-        settings = ["data.name=digits", f"data.cache={self.cache}", f"runs={self.runs / runs}", "data.test_limit=500"]
-        return "--args=" + " ".join(applicable(name, [*settings, *additional]))
+        settings = ["data.name=digits", "data.test_limit=500"]
+        settings += [f"data.cache={self.cache}", f"runs={self.runs / runs}"]
+        return "--args=" + " ".join(select_applicable_settings(name, [*settings, *additional]))
 
     def submit(
         self, name: str, runs: str, *settings: str, options: tuple[str, ...] = ("--nodes=2",), **env: str
     ) -> subprocess.CompletedProcess[str]:
-        arguments = (self.settings(runs, *settings, name=name), *options, "--", name)
-        return self.call("slurm", "exp", *arguments, status=None, **env)
+        arguments = (self.format_settings_option(runs, *settings, name=name), *options, "--", name)
+        return self.execute_module("slurm", "exp", *arguments, status=None, **env)
 
-    def run_of(self, runs: str) -> RunFolder:
+    def get_only_run(self, runs: str) -> RunFolder:
         (path,) = (self.runs / runs).iterdir()
         return RunFolder(path)
 
-    def inside(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        return self.call("slurm", "cluster", "exec", *arguments, status=None, **env)
+    def execute_in_cluster(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Execute a program on the controller of the cluster, such as a command of SLURM."""
+        return self.execute_module("slurm", "cluster", "exec", *arguments, status=None, **env)
 
     def wait_for_job(self, job: str, state: str) -> None:
         command = ("squeue", "-h", "-j", job, "-o", "%T")
-        until(f"job {job} is {state}", lambda: state in self.inside(*command).stdout)
+        wait_on_cluster(f"job {job} is {state}", lambda: state in self.execute_in_cluster(*command).stdout)
 
     @contextlib.contextmanager
-    def busy(self) -> Iterator[None]:
-        """Occupy all hosts: submitted jobs wait until the block ends."""
+    def occupy_hosts(self) -> Iterator[None]:
+        """Occupy all hosts, so that submitted jobs wait until the end of the block."""
         command = ("sbatch", "--parsable", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 600")
-        job = self.inside(*command).stdout.strip()
+        job = self.execute_in_cluster(*command).stdout.strip()
         self.wait_for_job(job, "RUNNING")
         try:
             yield
         finally:
-            self.inside("scancel", job)
+            self.execute_in_cluster("scancel", job)
 
-    def wait(self, folder: RunFolder, state: str, seconds: float = 60) -> str:
+    def wait_for_state(self, folder: RunFolder, state: str, seconds: float = 60) -> str:
         """Wait until `make status` shows a state, and return its output."""
         output = ""
 
         def shows_state() -> bool:
             nonlocal output
-            output = self.call("slurm", "status", str(folder.path), status=None).stdout
+            output = self.execute_module("slurm", "status", str(folder.path), status=None).stdout
             return f"  {state}  " in output
 
         try:
-            until(f"the run is {state}", shows_state, seconds, pause=0.3)
+            wait_on_cluster(f"the run is {state}", shows_state, seconds, pause=0.3)
         except TimeoutError:
             raise AssertionError(output) from None
         return output
 
-    def gone(self, folder: RunFolder, seconds: float = 30) -> None:
+    def wait_for_exit(self, folder: RunFolder, seconds: float = 30) -> None:
         """Wait until all processes of a run have exited."""
-        until("all processes have exited", lambda: not processes_of(str(folder.path)), seconds)
+        wait_on_cluster("all processes have exited", lambda: not find_processes(str(folder.path)), seconds)
 
 
 @contextlib.contextmanager
-def up(site: Site, *options: str) -> Iterator[Site]:
+def start_cluster(site: Site, *options: str) -> Iterator[Site]:
     """Start the site's cluster, and stop it after the block."""
-    site.call("slurm", "cluster", "up", "--nodes", "2", *options)
+    site.execute_module("slurm", "cluster", "up", "--nodes", "2", *options)
     try:
         yield site
     finally:
-        site.call("slurm", "cluster", "down")
-    assert not processes_of(str(site.folder))
+        site.execute_module("slurm", "cluster", "down")
+    assert not find_processes(str(site.folder))
 
 
 @contextlib.contextmanager
-def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
-    """Run a shell script as root in a new mount namespace. Return the prefix of commands in that namespace."""
+def create_mount_namespace(script: str) -> Iterator[tuple[str, ...]]:
+    """Execute a shell script as root in a new mount namespace. Yield the prefix of commands in this namespace."""
     argv = ["unshare", "--mount", "sh", "-ec", f"{script}\necho ready\nexec cat"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdin
@@ -128,7 +135,7 @@ def own_mounts(script: str) -> Iterator[tuple[str, ...]]:
         holder.stdin.close()
 
 
-def find_cluster(environ: Mapping[str, str]) -> Cluster:
+def find_running_cluster(environ: Mapping[str, str]) -> Cluster:
     """Return the running cluster that commands with these variables use."""
     folder = find_cluster_folder("local", environ)
     process = Process.load(folder / "holder")
@@ -136,14 +143,14 @@ def find_cluster(environ: Mapping[str, str]) -> Cluster:
     return Cluster(Plan.load(folder), process)
 
 
-def until(description: str, condition: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
+def wait_on_cluster(description: str, condition: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
     """Wait until a condition holds and return its value. Raises TimeoutError with the description."""
     return wait_until(condition, description, seconds, pause)
 
 
 @contextlib.contextmanager
-def folder() -> Iterator[Path]:
-    """Return a folder with a short path that every user can write, and delete it after the block."""
+def create_shared_folder() -> Iterator[Path]:
+    """Create a folder that every user can write, with a short path. Delete it after the block."""
     path = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))
     path.chmod(0o1777)
     try:

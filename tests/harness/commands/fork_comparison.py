@@ -1,4 +1,4 @@
-"""Execute a command as a fork of the warm server and as a real process, and compare outputs and run folders.
+"""Execute a command as a fork of the fork server and as a real process, and compare outputs and run folders.
 
 Values that differ between any two runs, such as times, and the names of folders are replaced before the comparison.
 """
@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 
-from tests.harness.commands import warm
-from tests.harness.commands.processes import PATIENCE, environment
-from tests.harness.runs.long_runs import only_folder
+from tests.harness.commands import execution
+from tests.harness.commands.processes import WAIT_TIMEOUT, get_only_run, make_environment
 
 VARYING_KEYS = {
     "end", "idle_share", "memory", "pid", "pid_started", "rendezvous_seconds", "samples_per_second", "seconds",
     "start", "step_seconds", "time",
 }  # fmt: skip
-"""Keys of values that differ between two real processes, too: times, process numbers and memory."""
-MEASURED = re.compile(
+"""Keys of values that also differ between two real processes: times, process IDs and memory."""
+MEASURED_OUTPUT = re.compile(
     r"^ +(throughput|idle share|pipeline) .*|^ +stage \d \|.*\|$|^\d{4}-\d\d-\d\d [\d:,]+", re.MULTILINE
 )
 
@@ -52,41 +51,48 @@ def describe_types(content: Any) -> Any:
 
 
 def read_masked(path: Path, runs: Path) -> Any:
-    """Read a file of a run without varying values and folder names."""
+    """Read a file of a run, and mask varying values and folder names."""
     if path.suffix == ".pt":
         return mask_varying(torch.load(path, weights_only=True))
     if path.suffix == ".safetensors":
         return path.read_bytes()
-    text = without_place(path.read_text(), runs)
+    text = mask_folder_names(path.read_text(), runs)
     if path.suffix == ".jsonl":
         return [mask_varying(json.loads(line)) for line in text.splitlines()]
     if path.name == "manifest.json":
         return mask_varying(json.loads(text), VARYING_KEYS | {"sha256"})  # hashes of files that contain times
     if path.suffix == ".json":
         return mask_varying(json.loads(text))
-    return MEASURED.sub("*", text)
+    return MEASURED_OUTPUT.sub("*", text)
 
 
-def without_place(text: str, runs: Path) -> str:
-    """Replace the paths of a runs folder and the names of its runs."""
+def mask_folder_names(text: str, runs: Path) -> str:
+    """Replace the path of a runs folder and the names of its runs by fixed words."""
     for folder in runs.iterdir() if runs.exists() else ():
         text = text.replace(folder.name, "RUN")
     return text.replace(str(runs), "RUNS")
 
 
-def everything(runs: Path) -> dict[str, Any]:
+def read_all_files(runs: Path) -> dict[str, Any]:
     """Read all files of the only run in a folder."""
-    path = only_folder(runs).path
-    return {str(file.relative_to(path)): read_masked(file, runs) for file in path.rglob("*") if file.is_file()}
+    path = get_only_run(runs).path
+    contents = {}
+    for file in path.rglob("*"):
+        if file.is_file():
+            name = str(file.relative_to(path))
+            contents[name] = read_masked(file, runs)
+    return contents
 
 
-def execute_both(argv: Callable[[Path], list[str]], place: Path) -> list[CompletedProcess[str]]:
+def execute_forked_and_real(argv: Callable[[Path], list[str]], folder: Path) -> list[CompletedProcess[str]]:
     """Execute a command as a fork and as a real process; return both with masked outputs."""
     processes = []
     for name, real in (("fork", False), ("real", True)):
-        runs = place / name
-        process = warm.execute(argv(runs), env=environment(), timeout=PATIENCE, real=real)
-        process.stdout = MEASURED.sub("*", without_place(process.stdout, runs))
-        process.stderr = MEASURED.sub("*", without_place(process.stderr, runs))
+        runs = folder / name
+        process = execution.execute_command(argv(runs), env=make_environment(), timeout=WAIT_TIMEOUT, real_process=real)
+        stdout = mask_folder_names(process.stdout, runs)
+        stderr = mask_folder_names(process.stderr, runs)
+        process.stdout = MEASURED_OUTPUT.sub("*", stdout)
+        process.stderr = MEASURED_OUTPUT.sub("*", stderr)
         processes.append(process)
     return processes

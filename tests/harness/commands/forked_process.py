@@ -1,8 +1,9 @@
-"""Turn a process that was forked after all imports into a command: its start, its child processes and its end.
+"""Execute a command in a process that was forked from the fork server after its imports.
 
-A command that replaces itself with a script of the project, as `slurm exp` does, executes it in the same process. A
-command that starts a script or a command of the project, as `slurm sweep` and `slurm rerun` do, forks instead. Their
-sources may be those of a run's code/, which are imported again; torch is not. All other programs are real processes.
+A command that replaces itself with a script of the project, as `slurm exp` does, executes the script in the same
+process. A command that starts a script or a command of the project, as `slurm sweep` and `slurm rerun` do, forks
+itself. The sources may be those in the folder code/ of a run. They are imported again, but torch is not. All other
+programs are real processes.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.harness.commands import warm
+from tests.harness.commands import execution
 
-PROJECT = ("common", "configs", "experiments", "slurm", "tests")
+PROJECT_PACKAGES = ("common", "configs", "experiments", "slurm", "tests")
 PIPE_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # names in subprocess.Popen
-CHILD_ENDS = ("p2cread", "c2pwrite", "errwrite")  # the ends of the child's stdin, stdout and stderr
-COMMAND = "warm-command"  # the name of the open file with the command line and environment of a forked command
-SEARCH_PATH = tuple(sys.path[1:])  # of imports, without the folder of a command
-PARENT_STREAMS: list[Any] = []  # stay referenced: closing them would write the parent's buffers to this process's files
+CHILD_PIPE_ENDS = ("p2cread", "c2pwrite", "errwrite")  # the ends of the child's stdin, stdout and stderr
+COMMAND_FILE_NAME = "forked-command"  # of the open file with the command line and environment of a forked command
+INITIAL_IMPORT_PATH = tuple(sys.path[1:])  # without the folder of a command
+PARENT_STREAMS: list[Any] = []
+"""Streams of the parent. They stay referenced, because closing them would write its buffers to this process's files."""
 
 
-def become(
-    arguments: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, session: bool
+def set_up_process(
+    arguments: list[str], env: Mapping[str, str], cwd: Path, streams: Sequence[int], root: Path, *, new_session: bool
 ) -> None:
-    """Set the command line, variables, folder, streams and sources of this forked process, and close `streams`."""
-    if session:
+    """Give this forked process the state of a new command: command line, variables, folder, streams and sources."""
+    if new_session:
         os.setsid()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -46,69 +48,83 @@ def become(
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace", buffering=1)  # noqa: SIM115
     os.chdir(cwd)
-    command_file = os.memfd_create(COMMAND)  # processes_of() reads it, because /proc shows the server's command line
+    # find_processes() reads this file, because /proc shows the command line of the server.
+    command_file = os.memfd_create(COMMAND_FILE_NAME)
     assignments = [f"{name}={value}" for name, value in env.items()]
     os.write(command_file, "\0".join([*arguments, *assignments]).encode())
-    take_command_line(arguments, env, root)
+    set_command_line(arguments, env, root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.execve = exec_here  # type: ignore[assignment]
-    subprocess.Popen._execute_child = start_here  # type: ignore[attr-defined]
+    os.execve = execute_in_this_process  # type: ignore[assignment]
+    subprocess.Popen._execute_child = start_as_fork  # type: ignore[attr-defined]
 
 
-def take_command_line(arguments: list[str], env: Mapping[str, str], root: Path) -> None:
+def set_command_line(arguments: list[str], env: Mapping[str, str], root: Path) -> None:
     """Set the arguments, variables, sources and import path that a new interpreter would have."""
     variables = dict(env)  # a copy, because `env` may be os.environ
     os.environ.clear()
     os.environ.update(variables)
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
-    search_path = list(SEARCH_PATH)
+    search_path = list(INITIAL_IMPORT_PATH)
     if variables.get("PYTHONPATH"):
         search_path.insert(0, str(root))
     if not variables.get("PYTHONSAFEPATH"):
         search_path.insert(0, str(Path.cwd() if is_module else Path(arguments[0]).parent))
     sys.path[:] = search_path
     loaded = sys.modules.get("common")
-    if loaded is None or Path(loaded.__path__[0]).parent != root:
+    loaded_root = Path(loaded.__path__[0]).parent if loaded else None
+    if loaded_root != root:
         for name in list(sys.modules):
-            if name.partition(".")[0] in PROJECT:
+            if name.partition(".")[0] in PROJECT_PACKAGES:
                 del sys.modules[name]
 
 
-def exec_here(program: str, argv: list[str], env: Mapping[str, str], real_execve: Any = os.execve) -> None:
+def execute_in_this_process(
+    program: str, argv: list[str], env: Mapping[str, str], real_execve: Any = os.execve
+) -> None:
     """Replace os.execve: execute a script of the project in this process, which has executed its imports."""
-    root = warm.find_sources(env)
-    if program != argv[0] or not warm.can_fork(argv, env, Path.cwd(), root):
+    root = execution.find_source_root(env)
+    if program != argv[0] or not execution.can_fork(argv, env, Path.cwd(), root):
         real_execve(program, argv, env)
-    take_command_line(argv[1:], env, root)
+    set_command_line(argv[1:], env, root)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    leave(execute(argv[1:]))
+    exit_process(execute_as_main(argv[1:]))
 
 
-def start_here(self: Any, *arguments: Any, real_start: Any = subprocess.Popen._execute_child) -> None:  # type: ignore[attr-defined]
+def start_as_fork(self: Any, *arguments: Any, real_start: Any = subprocess.Popen._execute_child) -> None:  # type: ignore[attr-defined]
     """Replace the start of processes in subprocess.Popen: scripts and commands of the project are forked."""
     options = inspect.signature(real_start).bind(self, *arguments).arguments
     argv = options["args"]
     env = os.environ if options["env"] is None else options["env"]
     cwd = Path(options["cwd"] or Path.cwd())
-    root = warm.find_sources(env)
-    if not is_forkable(options) or warm.REAL in os.environ or not warm.can_fork(argv, env, cwd, root):
+    root = execution.find_source_root(env)
+    may_fork = is_forkable(options) and execution.NO_FORK_VARIABLE not in os.environ
+    if not (may_fork and execution.can_fork(argv, env, cwd, root)):
         real_start(self, *arguments)
         return
     pipes = {name: options[name] for name in PIPE_ENDS}
     self.pid = os.fork()
     if self.pid == 0:
         try:
-            streams = [os.dup(number if pipes[name] == -1 else pipes[name]) for number, name in enumerate(CHILD_ENDS)]
+            streams = copy_streams(pipes)
             ignores_interrupt = drop_inherited_state(streams)
-            become(argv[1:], env, cwd, streams, root, session=options["start_new_session"])
+            set_up_process(argv[1:], env, cwd, streams, root, new_session=options["start_new_session"])
             if ignores_interrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
-            leave(execute(argv[1:]))
+            exit_process(execute_as_main(argv[1:]))
         finally:
             os._exit(1)
     self._child_created = True
     self._close_pipe_fds(*pipes.values())
+
+
+def copy_streams(pipes: Mapping[str, int]) -> list[int]:
+    """Return copies of the child's stdin, stdout and stderr: of a pipe, or of the parent's stream if there is none."""
+    streams = []
+    for number, name in enumerate(CHILD_PIPE_ENDS):
+        has_pipe = pipes[name] != -1
+        streams.append(os.dup(pipes[name] if has_pipe else number))
+    return streams
 
 
 def is_forkable(options: Mapping[str, Any]) -> bool:
@@ -118,9 +134,10 @@ def is_forkable(options: Mapping[str, Any]) -> bool:
         return False
     if options["pass_fds"] or options["preexec_fn"] is not None:
         return False
-    if not argv[1].endswith(".py") and argv[2].partition(".")[0] not in warm.EXECUTED_PACKAGES:
+    if not argv[1].endswith(".py") and argv[2].partition(".")[0] not in execution.COMMAND_PACKAGES:
         return False
-    return len(list(Path("/proc/self/task").iterdir())) == 1  # a fork would lose other threads
+    threads = list(Path("/proc/self/task").iterdir())
+    return len(threads) == 1  # a fork would lose other threads
 
 
 def drop_inherited_state(streams: Sequence[int]) -> bool:
@@ -130,8 +147,10 @@ def drop_inherited_state(streams: Sequence[int]) -> bool:
     locks are released.
     """
     with open(os.devnull, "r+b", buffering=0) as null_file:
-        for descriptor in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            if descriptor > 2 and descriptor not in streams and descriptor != null_file.fileno():
+        kept_descriptors = {0, 1, 2, *streams, null_file.fileno()}
+        descriptors = [int(path.name) for path in Path("/proc/self/fd").iterdir()]
+        for descriptor in descriptors:
+            if descriptor not in kept_descriptors:
                 with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
                     os.fstat(descriptor)
                     os.dup2(null_file.fileno(), descriptor, inheritable=False)
@@ -145,7 +164,7 @@ def drop_inherited_state(streams: Sequence[int]) -> bool:
     return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
-def execute(arguments: list[str]) -> int:
+def execute_as_main(arguments: list[str]) -> int:
     """Execute a script or module as `__main__`, and return the exit status of an interpreter."""
     try:
         if arguments[0] == "-m":
@@ -154,25 +173,26 @@ def execute(arguments: list[str]) -> int:
         else:
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
-        return exit_status(end)
+        return get_exit_status(end)
     except BaseException:
         try:
             sys.excepthook(*sys.exc_info())
         except SystemExit as end:
-            return exit_status(end)
+            return get_exit_status(end)
         return 1
     return 0
 
 
-def exit_status(end: SystemExit) -> int:
+def get_exit_status(end: SystemExit) -> int:
+    """Return the exit status of an exception. A message is printed, as the interpreter does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr)
     return 1
 
 
-def leave(status: int) -> None:
-    """Exit like the interpreter, but without the destruction of the server's modules."""
+def exit_process(status: int) -> None:
+    """Exit as an interpreter does, but do not destroy the modules that the server has imported."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError):

@@ -1,4 +1,7 @@
-"""Call commands of the project in the process of the test: for tests of many commands that start no other process."""
+"""Call commands of the project in the process of the test, which is faster than a fork.
+
+For commands that start no other process.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,17 @@ from pathlib import Path
 from common.system.errors import exit_on_user_error
 from slurm.__main__ import main
 from tests.harness.commands.exit_status import Completed, check_status
-from tests.harness.commands.processes import environment
-from tests.harness.commands.warm import ROOT
+from tests.harness.commands.processes import make_environment
+from tests.harness.repository import ROOT
 
 
-def call(
+def call_main(
     function: Callable[[list[str]], int], *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str
 ) -> Completed:
-    """Call a command's main() as its module does when it is executed; return its outputs and its exit status.
-
-    The exit status is checked, unless `status` is None.
-    """
+    """Call the main() of a command, as its module does, and check the exit status, unless `status` is None."""
     stdout = io.StringIO()
     stderr = io.StringIO()
-    with change_context(cwd, env), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+    with set_folder_and_environment(cwd, env), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
             with exit_on_user_error():
                 returncode = function(list(arguments))
@@ -37,16 +37,16 @@ def call(
     return completed
 
 
-def run_verb(verb: str, *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str) -> Completed:
-    """Call `python -m slurm VERB` in this process, and check its exit status, unless `status` is None."""
-    return call(main, verb, *arguments, cwd=cwd, status=status, **env)
+def call_verb(verb: str, *arguments: str, cwd: Path = ROOT, status: int | None = 0, **env: str) -> Completed:
+    """Call `python -m slurm VERB` in this process, and check the exit status, unless `status` is None."""
+    return call_main(main, verb, *arguments, cwd=cwd, status=status, **env)
 
 
 @contextlib.contextmanager
-def change_context(cwd: Path, env: dict[str, str]) -> Iterator[None]:
-    """Set the folder, and the environment of a command that a test starts."""
+def set_folder_and_environment(cwd: Path, env: dict[str, str]) -> Iterator[None]:
+    """Use a folder and the environment of a command in the `with` block."""
     original_environment = dict(os.environ)
-    command_environment = environment(**env)
+    command_environment = make_environment(**env)
     try:
         os.environ.clear()
         os.environ.update(command_environment)

@@ -1,8 +1,8 @@
-"""Run an experiment without one of its protections, for tests that show what the protection prevents.
+"""Run an experiment without one of its protections, to show what this protection prevents.
 
-    python -m tests.harness.runs.dropped_protection attempts experiments/mnist_pipeline.py key=value ...
+    python -m tests.harness.runs.disabled_protection attempts experiments/mnist_pipeline.py key=value ...
 
-The first argument is a key of DROPS, or MODULE:FUNCTION for a function that drops the protection of a technique.
+The first argument is a key of PROTECTIONS, or MODULE:FUNCTION, a function that disables a protection of a technique.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from common.runs.folder import RunFolder
 from common.techniques.data_parallel import ddp
 
 
-def drop_settling() -> None:
-    """Let DDP rebuild its buckets at any time."""
+def disable_bucket_warm_up() -> None:
+    """Let DDP rebuild its buckets after a checkpoint was loaded."""
     ddp.warm_up_buckets = lambda *_: None
 
 
-def drop_attempts() -> None:
+def disable_attempt_folders() -> None:
     """Let every start of a run write into the folder of the first attempt."""
     claim_attempt = RunFolder.claim_attempt
 
@@ -34,7 +34,7 @@ def drop_attempts() -> None:
     RunFolder.claim_attempt = claim_once  # type: ignore[method-assign]
 
 
-def drop_vote() -> None:
+def disable_vote() -> None:
     """Let each rank stop when it receives a stop request, without a vote of all ranks."""
 
     def decide_without_vote(
@@ -47,16 +47,16 @@ def drop_vote() -> None:
     SaveOrStopVote.vote_after_step = decide_without_vote  # type: ignore[method-assign,assignment]
 
 
-DROPS = {
+PROTECTIONS = {
     "": lambda: None,
-    "settling": drop_settling,
-    "attempts": drop_attempts,
-    "vote": drop_vote,
+    "bucket_warm_up": disable_bucket_warm_up,
+    "attempts": disable_attempt_folders,
+    "vote": disable_vote,
 }
 
 if __name__ == "__main__":
     protection = sys.argv[1]
-    drop = DROPS[protection] if protection in DROPS else pkgutil.resolve_name(protection)
-    drop()
+    disable = PROTECTIONS.get(protection) or pkgutil.resolve_name(protection)
+    disable()
     sys.argv = sys.argv[2:]
     runpy.run_path(sys.argv[0], run_name="__main__")

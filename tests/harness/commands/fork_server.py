@@ -1,12 +1,12 @@
 """A process that imports torch and the project once, and forks for each command of a test.
 
-    python -m tests.harness.commands.warm_server SOCKET      started by tests/harness/commands/warm.py
+    python -m tests.harness.commands.fork_server SOCKET      started by tests/harness/commands/execution.py
 
 A request is one message with the command line, the environment, the working directory and three file descriptors.
-The answers are the pid, and at the end the wait status. A forked command runs like a script or module in a new process:
-as `__main__`, with separate signals, streams, exit hooks and exit status. When the stdin of the server closes, for
-example because pytest was killed, the server kills all running commands and exits. It has only one thread, because a
-fork would lose others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
+The answers are the process ID and, after the command has exited, its wait status. A forked command runs like a script
+or module in a new process: as `__main__`, with separate signals, streams, exit hooks and exit status. When the stdin of
+the server closes, for example because pytest was killed, the server kills all running commands and exits. It has only
+one thread, because a fork would lose others: it uses neither autograd nor OpenMP, and its OpenBLAS has no threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from tests.harness.commands.warm_fork import become, execute, leave
+from tests.harness.commands.forked_process import execute_as_main, exit_process, set_up_process
 
 HUGE_PAGE_BYTES = 1 << 21
 MADV_COLLAPSE = 25  # of Linux's mman.h
@@ -86,7 +86,7 @@ def use_huge_pages() -> None:
                 advise(begin, end - begin, MADV_COLLAPSE)
 
 
-def serve(listener: socket.socket) -> dict[str, Any] | None:
+def serve_requests(listener: socket.socket) -> dict[str, Any] | None:
     """Answer requests until stdin closes, then return None. In a forked process, return its request."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
@@ -144,15 +144,15 @@ def main() -> None:
         listener.bind(sys.argv[1])
         preload()
         listener.listen(64)
-        request = serve(listener)
+        request = serve_requests(listener)
     if request is None:
-        leave(0)
+        exit_process(0)
         return
     arguments = request["argv"]
     cwd = Path(request["cwd"])
     root = Path(request["root"])
-    become(arguments, request["env"], cwd, request["streams"], root, session=request["session"])
-    leave(execute(arguments))
+    set_up_process(arguments, request["env"], cwd, request["streams"], root, new_session=request["session"])
+    exit_process(execute_as_main(arguments))
 
 
 if __name__ == "__main__":
