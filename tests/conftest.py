@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from PIL import Image
 from common.data.prepare import prepare_digits
 from configs.shared import Data
 from tests.harness.commands.execution import ForkServer
-from tests.harness.commands.processes import write_script
+from tests.harness.commands.processes import Settings, write_script
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
 from tests.harness.environment.shared_results import GetRun, create_folder_once, run_experiment_once
 from tests.harness.repository import ROOT
@@ -82,7 +83,7 @@ def world() -> Iterator[World]:
 
 
 @pytest.fixture
-def digits(cache: Path) -> tuple[str, ...]:
+def digits(cache: Path) -> Settings:
     """Settings of a quick run on the digits set, with nothing left to chance or to the network."""
     return (
         "data.name=digits",
@@ -94,6 +95,14 @@ def digits(cache: Path) -> tuple[str, ...]:
         "log.progress=lines",
         "launch.threads=1",  # tests run three at a time
     )
+
+
+@pytest.fixture
+def waiting_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a test may record as that of a run."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture
@@ -119,7 +128,7 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
 
 
 @pytest.fixture
-def quick(cache: Path) -> tuple[str, ...]:
+def quick(cache: Path) -> Settings:
     """13 steps an epoch, a checkpoint every third step, all kept."""
     data = ("data.name=digits", f"data.cache={cache}", "data.train_limit=320", "data.test_limit=100")
     saving = ("checkpoint.every_steps=3", "checkpoint.every_seconds=0", "checkpoint.keep=100")

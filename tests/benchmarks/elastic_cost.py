@@ -38,10 +38,7 @@ FILE = "elastic_cost.json"
 WARM_UP = 10  # steps
 BRIEF = ("data.name=generated", "data.samples=1280", "data.test_limit=10", "launch.threads=1", "log.seconds=60")
 LARGE = "resnet18"  # takes 100 ms a step, or more
-SIZES = {
-    "mlp": ("model=mlp", "batch=64", "steps=300", "epochs=20"),
-    LARGE: ("model=resnet18", "batch=16", "steps=40"),
-}
+SIZES = {"mlp": ("model=mlp", "batch=64", "steps=300", "epochs=20"), LARGE: ("model=resnet18", "batch=16", "steps=40")}
 
 
 def time_method(owner: Any, name: str, durations: list[float]) -> None:

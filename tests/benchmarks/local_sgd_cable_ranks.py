@@ -78,11 +78,7 @@ def make_local(world: World, kind: str) -> Step:
     """A step of local SGD as the experiment takes it."""
     convnet = make_network()
     optimizer = build_optimizer(convnet.parameters(), OPTIM)
-    cfg = Config(
-        every=EVERY,
-        delay=DELAY if kind == DELAYED else 0,
-        communication="int8" if kind == INT8 else "none",
-    )
+    cfg = Config(every=EVERY, delay=DELAY if kind == DELAYED else 0, communication="int8" if kind == INT8 else "none")
     worker = LocalWorker(convnet, optimizer, Ranks(world), create_exchange(cfg, convnet, world.size), cfg.momentum_of)
     steps = itertools.count(cfg.delay + 1)  # so that an exchange begins and ends within the same chunk
 

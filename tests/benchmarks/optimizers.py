@@ -121,5 +121,5 @@ PARTS = [
         rounds=3,
         facts=("2 runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
         missing=no_mnist,
-    ),
+    )
 ]

@@ -107,11 +107,7 @@ class Record:
     def put(self, name: str, part: Json, samples: Samples, table: Table) -> None:
         """Write the measurements of a part so far. An earlier record of it of the same day is replaced."""
         shares = [max(columns["others"]) for columns in samples.values.values()]
-        counts = {
-            "rounds": samples.rounds,
-            "undisturbed": len(samples.clean()),
-            "others": max(shares, default=0.0),
-        }
+        counts = {"rounds": samples.rounds, "undisturbed": len(samples.clean()), "others": max(shares, default=0.0)}
         self.put_table(name, part | counts | {"samples": samples.values}, table)
 
     def put_table(self, name: str, part: Json, table: Table) -> None:

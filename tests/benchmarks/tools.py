@@ -183,10 +183,7 @@ def no_slurm() -> str:
 
 RUN_COUNT = 500
 STEPS_PER_RUN = 2000
-READERS = {
-    "make compare LAST=50": ["slurm", "compare", "--last=50"],
-    "make status": ["slurm", "status"],
-}
+READERS = {"make compare LAST=50": ["slurm", "compare", "--last=50"], "make status": ["slurm", "status"]}
 
 
 def make_reading_task(runs: Path, name: str) -> Task:
@@ -221,11 +218,5 @@ PARTS = [
         drop=1,
         missing=no_slurm,
     ),
-    Part(
-        "tools/reading",
-        f"reading {RUN_COUNT} runs of {STEPS_PER_RUN} steps",
-        reading_sides,
-        reading_table,
-        rounds=3,
-    ),
+    Part("tools/reading", f"reading {RUN_COUNT} runs of {STEPS_PER_RUN} steps", reading_sides, reading_table, rounds=3),
 ]

@@ -33,16 +33,7 @@ from common.runs.folder import RunFolder
 from tests.cluster import fault_kinds
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.fault_tables import Struck, line, save, table
-from tests.cluster.lab import (
-    CHECKPOINT_STEPS,
-    STEPS,
-    USUAL_RATE,
-    Lab,
-    Running,
-    laboratory,
-    last_step,
-    time_step_after,
-)
+from tests.cluster.lab import CHECKPOINT_STEPS, STEPS, USUAL_RATE, Lab, Running, laboratory, last_step, time_step_after
 from tests.harness.elastic import faulty_runs
 from tests.harness.experiments.discovery import import_experiment_modules
 from tests.harness.slurm.cluster_site import wait_on_cluster

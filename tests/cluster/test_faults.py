@@ -44,7 +44,7 @@ def main(cfg, run):
 LONG_RUN = ("epochs=400", "steps=0", "width=64", "data.train_limit=6400")  # minutes, unless the test ends it
 
 
-@pytest.mark.parametrize(("number", "fault", "experiment"), CASES, ids=CASE_IDS)
+@pytest.mark.parametrize("number, fault, experiment", CASES, ids=CASE_IDS)
 def test_a_disturbed_run_equals_an_undisturbed_one_to_the_bit(
     lab: Lab, record_property: Callable[[str, object], None], number: int, fault: Fault, experiment: str
 ) -> None:

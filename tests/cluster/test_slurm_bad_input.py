@@ -86,7 +86,7 @@ def replace_host_names(site: Site, number: int, names: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("number", "names", "message"),
+    "number, names, message",
     [
         (2, "10.77.0.2 node2", "node2 cannot reach rank 0 on node1 (address ?, interface none, ports "),
         (1, "127.0.1.1 node1\n10.77.0.2 node2", "resolves to 127.0.1.1, which other hosts cannot reach"),
@@ -150,7 +150,7 @@ def test_srun_by_hand_without_data_is_refused_in_time(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "messages", "status"),
+    "change, messages, status",
     [
         ("cat /dev/zero > {disk}/zeros", ["the disk is full; free"], 2),
         (

@@ -174,7 +174,7 @@ def test_the_doctor_names_a_slow_host(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("signal", "cause"),
+    "signal, cause",
     [
         ("KILL", r"rank 1 on node2 ended without an error message \(Killed\)"),
         ("STOP", f"rank 1 on node2 did not answer within {STEP_TIMEOUT} s"),

@@ -203,7 +203,7 @@ def test_torchrun_takes_precedence_over_slurm_inside_an_allocation(site: Site) -
 
 
 @pytest.mark.parametrize(
-    ("settings", "nodes", "message"),
+    "settings, nodes, message",
     [
         ((), 4, "cannot be divided evenly"),
         (("stages=3",), 3, "NODES=3, but the local cluster has 2 hosts"),

@@ -7,9 +7,8 @@ runs; tests/complete/test_disks.py has further cases of full and read-only disks
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,8 @@ from tests.harness.commands.bad_input import (
     check_case,
     make_file_writer,
 )
-from tests.harness.commands.processes import make_environment
+from tests.harness.commands.processes import execute_verb, make_environment
+from tests.harness.commands.refusals import expect_refusal
 from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import RUN_COMMANDS
 from tests.harness.runs.synthetic_runs import SyntheticRun
@@ -184,10 +184,8 @@ def test_bad_settings(case: BadInputCase, cache: Path, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     for name, value in case.env:
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as caught:  # --dry-run, so that nothing would start if it were not refused
+    with expect_refusal(*case.message_parts):  # --dry-run, so that nothing would start if it were not refused
         main(["exp", "--dry-run=1", f"--args={' '.join(case.arguments)}", "--", case.experiment])
-    for part in case.message_parts:
-        assert part in str(caught.value), caught.value
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -214,57 +212,43 @@ INVALID_RUNS = ["../x", "/etc/passwd", "/", ".", "~", "x; id", "$(id)", "x\ny", 
 @pytest.mark.parametrize("command", RUN_COMMANDS)
 def test_an_invalid_run_is_refused(command: str, text: str, tmp_path: Path) -> None:
     arguments = [argument.replace("{}", text) for argument in RUN_COMMANDS[command].split(" ")]
-    completed = in_process_calls.call_verb(*arguments, cwd=tmp_path)
-    assert completed.returncode == 2, completed
-    assert "Traceback" not in completed.stderr, completed
-    assert completed.stderr.count("error: ") == 1, completed
+    completed = in_process_calls.call_verb(*arguments, cwd=tmp_path, status=2)
     assert not list(tmp_path.iterdir()), completed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("export", "--format=x", "--", "{}"), "FORMAT='x' is unknown; use safetensors, torch.export or onnx"),
-        (("export", "--format=../x", "--", "{}"), "FORMAT='../x' is unknown"),
-        (("evaluate", "--args=epoch=3", "--", "{}"), "unknown key epoch; did you mean epochs?"),
-        (("evaluate", "--args=batch=many", "--", "{}"), "batch=many"),
-        (("evaluate", "--args=--help", "--", "{}"), "--help is not a setting"),
-        (("evaluate", "--args='x", "--", "{}"), "ARGS"),
-        (("evaluate", "--args=cluster.time=5", "--", "{}"), "cluster.time"),
-        (("evaluate", "--args=data.name=nothing", "--", "{}"), "data.name=nothing"),
-        (("evaluate", "--args=data.test_limit=9 optim.lr=5", "--", "{}"), "optim.lr has no effect on an evaluation"),
-        (("evaluate", "--args=log.level=debug", "--", "{}"), "has no model.safetensors"),
-    ],
-)
-def test_invalid_arguments_about_a_trained_model_are_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+INVALID_ARGUMENTS_ABOUT_MODELS = {
+    "export --format=x -- {}": "FORMAT='x' is unknown; use safetensors, torch.export or onnx",
+    "export --format=../x -- {}": "FORMAT='../x' is unknown",
+    "evaluate --args=epoch=3 -- {}": "unknown key epoch; did you mean epochs?",
+    "evaluate --args=batch=many -- {}": "batch=many",
+    "evaluate --args=--help -- {}": "--help is not a setting",
+    'evaluate "--args=\'x" -- {}': "ARGS",
+    "evaluate --args=cluster.time=5 -- {}": "cluster.time",
+    "evaluate --args=data.name=nothing -- {}": "data.name=nothing",
+    "evaluate '--args=data.test_limit=9 optim.lr=5' -- {}": "optim.lr has no effect on an evaluation",
+    "evaluate --args=log.level=debug -- {}": "has no model.safetensors",
+}
+
+
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS_ABOUT_MODELS.items())
+def test_invalid_arguments_about_a_trained_model_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
     folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path)
-    completed = in_process_calls.call_verb(*(argument.replace("{}", str(folder.path)) for argument in arguments))
-    assert completed.returncode == 2, completed
+    completed = in_process_calls.call_verb(*shlex.split(arguments.format(folder.path)), status=2)
     assert message in completed.stderr, completed
-    assert completed.stderr.count("error: ") == 1, completed
-    assert "Traceback" not in completed.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("sweep", "--", "nope.yaml"),
-            "GRID=nope.yaml cannot be read (No such file or directory); name a",
-        ),
-        (("exp", "--args=steps=5 'x", "--", "mnist_pipeline"), "No closing quotation; close each quotation mark"),
-        (("tour", "--", "steps=3", "--print-config"), "ARGS: --print-config is not a setting"),
-        (("check-optimizer", "--", "sdg"), "FILE=sdg is unknown; use FILE.py:Class or one of sgd, adam"),
-        (("check-optimizer", "--", "no.py:Own"), "FILE=no.py:Own: there is no file"),
-    ],
-)
-def test_invalid_arguments_of_other_commands_are_refused(
-    arguments: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    completed = in_process_calls.call_verb(*arguments, cwd=tmp_path)
-    assert completed.returncode == 2, completed
+INVALID_ARGUMENTS = {
+    "sweep -- nope.yaml": "GRID=nope.yaml cannot be read (No such file or directory); name a",
+    'exp "--args=steps=5 \'x" -- mnist_pipeline': "No closing quotation; close each quotation mark",
+    "tour -- steps=3 --print-config": "ARGS: --print-config is not a setting",
+    "check-optimizer -- sdg": "FILE=sdg is unknown; use FILE.py:Class or one of sgd, adam",
+    "check-optimizer -- no.py:Own": "FILE=no.py:Own: there is no file",
+}
+
+
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS.items())
+def test_invalid_arguments_of_other_commands_are_refused(arguments: str, message: str, tmp_path: Path) -> None:
+    completed = in_process_calls.call_verb(*shlex.split(arguments), cwd=tmp_path, status=2)
     assert message in completed.stderr, completed
     assert completed.stderr.count("\n") == 1, completed
     assert not completed.stdout
@@ -278,10 +262,9 @@ def test_a_run_of_another_experiment_is_not_resumed(tmp_path: Path) -> None:
 
 
 def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "slurm", "exp", "--args=epoch=3", "--", "mnist_pipeline"]
+    arguments = ("exp", "--args=epoch=3", "--", "mnist_pipeline")
     env = make_environment(PYTHONPATH=str(ROOT))
-    completed = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
-    assert completed.returncode == 2
+    completed = execute_verb(*arguments, cwd=tmp_path, env=env, real_process=True, status=2)
     assert not completed.stdout
     assert completed.stderr.startswith("error: unknown key epoch; did you mean epochs?")
     assert completed.stderr.count("\n") == 1

@@ -12,6 +12,7 @@ import pytest
 from common.runs.folder import read_json
 from slurm.launch import new_experiment
 from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.exit_status import Completed, check_status
 from tests.harness.commands.make_targets import copy_checkout
 from tests.harness.commands.processes import make_environment
 from tests.harness.repository import ROOT
@@ -26,7 +27,7 @@ def execute(place: Path, *command: str, standard_input: str | None = None) -> st
     completed = subprocess.run(
         command, cwd=place, env=env, input=standard_input, capture_output=True, text=True, check=False
     )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    check_status(completed, 0)
     return completed.stdout
 
 
@@ -54,15 +55,16 @@ def test_a_new_experiment_changed_as_in_the_contributing_page_trains(tmp_path: P
     file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))
     script = [sys.executable, str(file), "data.name=digits", f"data.cache={cache}"]
     command = [*script, "data.test_limit=50", "steps=5", "noise=10"]
-    completed = execution.execute_command(command, cwd=place, root=place, env=make_environment(PYTHONPATH=str(place)))
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = execution.execute_command(
+        command, cwd=place, root=place, env=make_environment(PYTHONPATH=str(place)), status=0
+    )
     assert "  noise          10\n" in completed.stdout, completed.stdout + completed.stderr
     (loss,) = re.findall(r"test loss +([\d.]+)", completed.stdout)
     assert float(loss) > 5, "the noise changes the weights"
     (folder,) = (place / "runs").iterdir()
     facts = read_json(folder / "model.json")
     assert (facts["class"], facts["arguments"]) == ("MyMLP", None), "a network that the script defines"
-    export = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder))
+    export = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder), status=2)
     assert "the network MyMLP is not in common/models/networks.py" in export.stderr
 
 
@@ -77,27 +79,26 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write_in(root: Path, name: str) -> tuple[subprocess.CompletedProcess[str], dict[str, str]]:
+def write_in(root: Path, name: str, status: int = 0) -> tuple[Completed, dict[str, str]]:
     """Write a new experiment; return the completed command, and the changed files with their texts."""
     before = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
-    completed = in_process_calls.call_verb("new-experiment", "--", name)
+    completed = in_process_calls.call_verb("new-experiment", "--", name, status=status)
     after = {path: path.read_text() for path in root.rglob("*") if path.is_file()}
     assert before.keys() <= after.keys()
     return completed, {str(path.relative_to(root)): text for path, text in after.items() if text != before.get(path)}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("", "NAME is missing; run, for example, make new-experiment NAME="),
-        *((name, "is invalid; use") for name in ("../x", "x; id", "X", "9x", "exp-x", "x" * 65, "\udcff", "lambda")),
-        *((name, "would hide an") for name in ("json", "winreg", "torch", "numpy", "wandb", "common", "tests")),
-        *((name, "already exists") for name in ("taken", "shared", "figures", "cluster", "tools")),
-    ],
-)
+INVALID_NAMES = [
+    ("", "NAME is missing; run, for example, make new-experiment NAME="),
+    *((name, "is invalid; use") for name in ("../x", "x; id", "X", "9x", "exp-x", "x" * 65, "\udcff", "lambda")),
+    *((name, "would hide an") for name in ("json", "winreg", "torch", "numpy", "wandb", "common", "tests")),
+    *((name, "already exists") for name in ("taken", "shared", "figures", "cluster", "tools")),
+]
+
+
+@pytest.mark.parametrize("name, message", INVALID_NAMES)
 def test_an_invalid_name_is_refused(root: Path, name: str, message: str) -> None:
-    completed, changed = write_in(root, name)
-    assert completed.returncode == 2
+    completed, changed = write_in(root, name, status=2)
     assert not changed
     assert not completed.stdout
     assert message in completed.stderr
@@ -106,7 +107,6 @@ def test_an_invalid_name_is_refused(root: Path, name: str, message: str) -> None
 
 def test_a_readme_without_a_table_is_not_changed(root: Path) -> None:
     completed, changed = write_in(root, "my_mlp")
-    assert completed.returncode == 0
     assert sorted(changed) == sorted(f"{f}/my_mlp.{e}" for f, e in FILES)
     assert "README.md" not in completed.stdout
 
@@ -114,17 +114,14 @@ def test_a_readme_without_a_table_is_not_changed(root: Path) -> None:
 FILES = (("experiments", "py"), ("experiments", "md"), ("configs", "py"), ("configs", "yaml"))
 
 
-@pytest.mark.parametrize(("folder", "suffix"), FILES)
+@pytest.mark.parametrize("folder, suffix", FILES)
 def test_nothing_is_written_if_one_file_cannot_be_written(root: Path, folder: str, suffix: str) -> None:
-    (root / folder / f"my_mlp.{suffix}").symlink_to(
-        root / "nowhere"
-    )  # a dangling link is found only when the file is written
-    completed, changed = write_in(root, "my_mlp")
-    assert completed.returncode == 2
+    dangling_link = root / folder / f"my_mlp.{suffix}"  # is found only when the file is written
+    dangling_link.symlink_to(root / "nowhere")
+    completed, changed = write_in(root, "my_mlp", status=2)
     assert f"my_mlp.{suffix} already exists" in completed.stderr
     assert not changed
     (root / folder).rename(root / "moved")
-    completed, changed = write_in(root, "my_mlp")
-    assert completed.returncode == 2
+    completed, changed = write_in(root, "my_mlp", status=2)
     assert "the folder does not exist" in completed.stderr
     assert not changed

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,31 +67,33 @@ def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
     assert not typed, "take it from a record: <!-- value PART | ROW | COLUMN --><!-- end -->"
 
 
+def make_part(*rows: Row) -> dict[str, Any]:
+    """Return the recorded part of a benchmark with these rows."""
+    table = {"columns": ["measured", "value"], "rows": [row.json() for row in rows]}
+    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {"torch": "2.15"}}
+    return about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
+
+
 def test_a_changed_number_is_noticed() -> None:
     text = "<!-- value x/y | a / b | value -->9<!-- end -->\n<!-- measured x/y -->\n<!-- end -->"
-    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {"torch": "2.15"}}
-    table = {"columns": ["measured", "value"], "rows": [at_least("a / b", Number(1.5, 1, 2), 1.3).json()]}
-    part = about | {"table": table, "rounds": 3, "command": "make bench NAME=x/y"}
+    part = make_part(at_least("a / b", Number(1.5, 1, 2), 1.3))
     filled = tables.fill_page(text, {"x/y": part}, PAGE)
     assert "-->1.5<!-- end -->" in filled
     assert "| a / b | 1.5 [1..2] | >= 1.3, met |" in filled
     assert tables.fill_page(filled, {"x/y": part}, PAGE) == filled != text
     with pytest.raises(ValueError, match="no row 'a / b'"):
-        tables.fill_page(text, {"x/y": part | {"table": {"columns": ["measured", "value"], "rows": []}}}, PAGE)
+        tables.fill_page(text, {"x/y": make_part()}, PAGE)
 
 
 def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() -> None:
     rows = [Row(f"row {number}", ["1"]) for number in range(13)] + [at_least("with goal", Number(3, 3, 3), 2)]
-    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {}}
-    table = {"columns": ["measured", "value"], "rows": [row.json() for row in rows]}
-    part = about | {"table": table, "rounds": 1, "command": "make bench NAME=x/y"}
+    part = make_part(*rows)
 
     shown, folded = tables.format_measured({"x/y": part}, "x/y", METHOD).split("\n\n<details>")
     shown_names = re.findall(r"^\| (\w+ \w+) \|", shown, re.MULTILINE)
     assert shown_names == ["with goal", *(f"row {number}" for number in range(11))]
-    assert folded.startswith(
-        "<summary>2 more rows</summary>\n\n| measured | value | goal |\n| --- | --- | --- |\n| row 11 "
-    )
+    heading = "| measured | value | goal |\n| --- | --- | --- |"
+    assert folded.startswith(f"<summary>2 more rows</summary>\n\n{heading}\n| row 11 ")
     assert f"| row 12 | 1 |  |\n\n</details>\n\n[Measured]({METHOD}) on 2026-01-01 with `make bench NAME=x/y`" in folded
 
     value = "<!-- value x/y | row 12 | value --><!-- end -->"
@@ -100,9 +103,7 @@ def test_a_long_table_shows_twelve_rows_with_goals_first_and_folds_the_others() 
 def test_a_table_with_a_caption_is_hidden_until_it_is_recorded() -> None:
     head = "<!-- measured x/y | Steps of two ranks -->"
     assert tables.fill_page(f"{head}<!-- end -->", {}, PAGE) == f"{head}\n\n<!-- end -->"
-    about = {"date": "2026-01-01", "machine": {"cpu": "cpu", "cores": 2}, "versions": {}}
-    table = {"columns": ["measured", "value"], "rows": [Row("a", ["1"]).json()]}
-    part = about | {"table": table, "rounds": 1, "command": "make bench NAME=x/y"}
+    part = make_part(Row("a", ["1"]))
     shown = tables.fill_page(f"{head}<!-- end -->", {"x/y": part}, PAGE)
     assert shown.startswith(f"{head}\n\nSteps of two ranks:\n\n| measured | value |\n")
 
@@ -135,18 +136,18 @@ def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:
     assert "<details>" not in table
 
 
-@pytest.mark.parametrize(
-    ("row", "verdict"),
-    [
-        (at_least("", Number(1.30, 1, 2), 1.3), "met"),
-        (at_least("", Number(1.24, 1, 2), 1.3), "met within 5 %"),
-        (at_least("", Number(1.23, 1, 2), 1.3), "missed"),
-        (at_most("", Number(1.36, 1, 2), 1.3), "met within 5 %"),
-        (at_most("", Number(1.37, 1, 2), 1.3), "missed"),
-    ],
-)
-def test_goals(row: Row, verdict: str) -> None:
-    assert records.verdict(row.json()) == verdict
+VERDICTS = [
+    (at_least, 1.30, "met"),
+    (at_least, 1.24, "met within 5 %"),
+    (at_least, 1.23, "missed"),
+    (at_most, 1.36, "met within 5 %"),
+    (at_most, 1.37, "missed"),
+]
+
+
+@pytest.mark.parametrize("goal, value, verdict", VERDICTS)
+def test_goals(goal: Callable[..., Row], value: float, verdict: str) -> None:
+    assert records.verdict(goal("", Number(value, 1, 2), 1.3).json()) == verdict
 
 
 def test_an_interrupted_benchmark_keeps_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import execution, in_process_calls
-from tests.harness.commands.processes import make_environment
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.exit_status import Completed
+from tests.harness.commands.processes import execute_verb
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
 REMAINING_FILES = {"config.yaml", "meta.json", "metrics.jsonl", "rank-0.log", "attempt.json", "own.py"}
 
 
-def prune(runs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return in_process_calls.call_verb("prune-runs", f"--runs-folder={runs}", *arguments)
+def prune(runs: Path, *arguments: str, status: int = 0) -> Completed:
+    return in_process_calls.call_verb("prune-runs", f"--runs-folder={runs}", *arguments, status=status)
 
 
 def files(folder: Path) -> set[str]:
@@ -52,9 +51,7 @@ def runs(tmp_path: Path) -> Path:
 
 def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
-    argv = [sys.executable, "-m", "slurm", "prune-runs", f"--runs-folder={runs}"]
-    completed = execution.execute_command(argv, env=make_environment())
-    assert completed.returncode == 0, completed.stderr
+    completed = execute_verb("prune-runs", f"--runs-folder={runs}", status=0)
     assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
     assert files(runs) == before
 
@@ -63,7 +60,6 @@ def test_only_superfluous_files_are_deleted(runs: Path, tmp_path: Path) -> None:
     finished, failed, running = sorted(runs.iterdir())
     before = files(failed)
     completed = prune(runs, "--delete=1")
-    assert completed.returncode == 0
     assert "3.0 MB freed" in completed.stdout
     assert files(finished) >= REMAINING_FILES | {"result.json", "run-unsent.wandb"}
     assert not files(finished) & {"rank-0.pt", "trace-0.json", "run-sent.wandb"}
@@ -72,7 +68,6 @@ def test_only_superfluous_files_are_deleted(runs: Path, tmp_path: Path) -> None:
     assert (tmp_path / "outside/precious").exists()
 
     completed = prune(runs, f"--runs={failed.name} {running.name}", "--delete=1")
-    assert completed.returncode == 0
     assert f"skipped {running.name}: the run has not ended yet (RUNNING)\n" in completed.stdout
     assert "rank-0.pt" not in files(failed)
     assert files(failed) >= REMAINING_FILES | {"run-unsent.wandb"}
@@ -87,10 +82,10 @@ def test_the_only_model_of_a_run_is_deleted_only_if_the_run_is_named(runs: Path)
     (finished / "model.safetensors").unlink()
     older = finished / "attempts/0001/checkpoints/step-00000005"
     shutil.copytree(older.with_name("step-00000010"), older)
-    assert prune(runs, "--delete=1").returncode == 0
+    prune(runs, "--delete=1")
     assert not older.exists()
     assert (older.with_name("step-00000010") / "rank-0.pt").exists()
-    assert prune(runs, f"--runs={finished.name}", "--delete=1").returncode == 0
+    prune(runs, f"--runs={finished.name}", "--delete=1")
     assert "rank-0.pt" not in files(finished)
 
 
@@ -101,8 +96,7 @@ def test_an_invalid_switch_deletes_nothing(runs: Path) -> None:
         (("--delete=yes",), "DELETE must be 0 or 1"),
         (("--delete=1", "--dry-run=1"), "DELETE=1 and DRY_RUN=1 contradict each other; omit one of them"),
     ):
-        completed = prune(runs, *arguments)
-        assert completed.returncode == 2
+        completed = prune(runs, *arguments, status=2)
         assert message in completed.stderr
     assert "would be freed" in prune(runs, "--dry-run=1").stdout
     assert files(runs) == before
@@ -110,7 +104,6 @@ def test_an_invalid_switch_deletes_nothing(runs: Path) -> None:
 
 def test_the_switch_of_older_versions_deletes_with_a_notice(runs: Path) -> None:
     completed = prune(runs, "--dry-run=0")
-    assert completed.returncode == 0
     assert "3.0 MB freed" in completed.stdout
     assert completed.stderr == "note: DRY_RUN=0 is deprecated; use DELETE=1\n"
 
@@ -122,8 +115,6 @@ def test_the_best_model_is_deleted_only_if_its_run_is_named(runs: Path) -> None:
     (saved / "step-00000005/rank-0.pt").write_bytes(bytes(1000))
     (saved / "best").write_text("step-00000005\n")
     completed = prune(runs, "--delete=1")
-    assert completed.returncode == 0, completed.stderr
     assert sorted(path.name for path in saved.iterdir()) == ["best", "step-00000005"]
     completed = prune(runs, f"--runs={finished.name}", "--delete=1")
-    assert completed.returncode == 0, completed.stderr
     assert not saved.exists(), completed.stderr

@@ -81,9 +81,8 @@ def test_sample_output_has_the_lines_of_a_real_run(cache: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "experiments").glob("*.py")), ids=lambda script: script.stem)
 def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
-    assert re.search(
-        rf"^\| \[{script.stem}\]\(experiments/{script.name}\) \|.*\]\(experiments/{script.stem}.md\) \|$", TEXT, re.M
-    )
+    line = rf"^\| \[{script.stem}\]\(experiments/{script.name}\) \|.*\]\(experiments/{script.stem}.md\) \|$"
+    assert re.search(line, TEXT, re.MULTILINE)
     page = script.with_suffix(".md").read_text()
     assert "](https://arxiv.org/abs/" in page
     assert f"({script.name})" in page

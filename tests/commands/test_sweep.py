@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from common.runs import claims, provenance
+from common.runs import claims
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
 from common.system.errors import UserError
-from common.system.processes import Process
 from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process_calls
+from tests.harness.commands.exit_status import Completed
 from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import DAMAGES
+from tests.harness.runs.process_records import Popen, identify_process
 from tests.harness.runs.sweeps import (
     DIVERGING_SETTINGS,
     TINY_RUN_SETTINGS,
+    check_failed_point_is_repeated,
     read_cells,
     run_sweep,
     write_grid,
@@ -34,11 +35,16 @@ from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
 
 def refused(file: Path, *arguments: str, cwd: Path = ROOT) -> str:
     """Return the single line that refuses a sweep."""
-    completed = in_process_calls.call_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd)
-    assert completed.returncode == 2, completed.stdout
+    completed = in_process_calls.call_verb("sweep", "--launch=local", *arguments, "--", str(file), cwd=cwd, status=2)
     assert completed.stderr.startswith("error: "), completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stderr
     return completed.stderr
+
+
+def sweep_on(fake: FakeSlurm, file: Path, *options: str, status: int = 0) -> Completed:
+    """Call `sweep` within this process, with SLURM's commands as scripts."""
+    arguments = ("--launch=slurm", *options, "--", str(file))
+    return in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, status=status, **fake.make_environment())
 
 
 def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path) -> None:
@@ -46,43 +52,32 @@ def test_a_failed_point_is_run_again_only_on_request(tmp_path: Path, cache: Path
     file = write_grid(tmp_path, cache, points=points, settings=DIVERGING_SETTINGS)
     runs = write_interrupted_sweep(tmp_path, points, "finished", "failed")
     nothing = run_sweep(file)
-    assert nothing.returncode == 0
     assert "(1 finished, 1 failed); 0 to run now" in nothing.stdout
-    again = run_sweep(file, "--failed=1")
-    assert again.returncode == 1, again.stdout + again.stderr
-    assert "1 to run now" in again.stdout, again.stdout + again.stderr
-    first, failed = read_cells(file)
+    first, _ = check_failed_point_is_repeated(file, runs[1])
     assert (first["run"], first["state"]) == (runs[0], "finished")
-    assert failed["state"] == "failed"  # the loss is no number, as before
-    assert failed["earlier"] == [runs[1]]
-    assert failed["run"] != runs[1]
-    compared = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", "--json=1")
-    assert compared.returncode == 0, compared.stderr
-    for cell in (first, failed):
-        assert cell["run"] in compared.stdout
 
 
-@pytest.mark.parametrize(
-    ("tree", "message"),
-    [
-        ({"grdi": {}}, "unknown key grdi; did you mean grid?"),
-        ({"experiment": ""}, "experiment is missing; add a line such as experiment: amp_accum"),
-        ({"experiment": "mnist_pipelin"}, "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?"),
-        ({}, "the sweep has 0 points; specify 1 to 10,000 points"),
-        ({"grid": {"batch": "64"}}, "grid: batch: expected a list of values"),
-        ({"grid": {"bath": ["64"]}}, "point bath=64: unknown key bath; did you mean batch?"),
-        ({"grid": {"batch": ["64", "x"]}}, "point batch=x: batch=x: expected an integer"),
-        ({"points": [{"batch": "4"}, {"batch": "4"}]}, "the point batch=4 is listed more than once"),
-        ({"points": [{"batch": "4"}], "repeats": "0"}, "repeats must be an integer from 1"),
-        ({"points": [{"seed": "1"}], "repeats": "2"}, "repeats=2 cannot be combined with points that set seed"),
-        ({"points": ["batch"]}, "points: expected `key: value`"),
-        ({"points": [{"runs": "x"}], "settings": {"runs": "y"}}, "runs must be the same for all points"),
-        ([], "expected `key: value` lines, including experiment"),
-    ],
-)
-def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, tree: Any, message: str) -> None:
+INVALID_FILES = {
+    "grdi: {}": "unknown key grdi; did you mean grid?",
+    "experiment:": "experiment is missing; add a line such as experiment: amp_accum",
+    "experiment: mnist_pipelin": "unknown experiment 'mnist_pipelin'; did you mean mnist_pipeline?",
+    "experiment: mnist_pipeline": "the sweep has 0 points; specify 1 to 10,000 points",
+    "grid: {batch: 64}": "grid: batch: expected a list of values",
+    "grid: {bath: [64]}": "point bath=64: unknown key bath; did you mean batch?",
+    "grid: {batch: [64, x]}": "point batch=x: batch=x: expected an integer",
+    "points: [batch: 4, batch: 4]": "the point batch=4 is listed more than once",
+    "points: [batch: 4]\nrepeats: 0": "repeats must be an integer from 1",
+    "points: [seed: 1]\nrepeats: 2": "repeats=2 cannot be combined with points that set seed",
+    "points: [batch]": "points: expected `key: value`",
+    "points: [runs: x]\nsettings: {runs: y}": "runs must be the same for all points",
+    "[]": "expected `key: value` lines, including experiment",
+}
+
+
+@pytest.mark.parametrize("text, message", INVALID_FILES.items())
+def test_an_invalid_file_is_refused_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "wrong.yaml"
-    file.write_text(yaml.safe_dump({"experiment": "mnist_pipeline"} | tree if isinstance(tree, dict) else tree))
+    file.write_text(text if text.startswith(("experiment", "[")) else f"experiment: mnist_pipeline\n{text}")
     assert message in refused(file, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == [file]
 
@@ -94,9 +89,8 @@ def test_an_elastic_point_is_refused_on_a_cluster_before_anything_is_created(tmp
     file = tmp_path / "rates.yaml"
     file.write_text(yaml.safe_dump(tree | {"points": [{"optim.lr": "0.01"}]}))
     completed = execute_module(
-        FakeSlurm(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file)
+        FakeSlurm(tmp_path), "slurm", "sweep", "--launch=slurm", f"--dry-run={dry}", "--", str(file), status=2
     )
-    assert completed.returncode == 2, completed.stdout + completed.stderr
     assert completed.stderr.count("\n") == 1, completed.stdout + completed.stderr
     assert "elastic=true is not supported in the job array" in completed.stderr
     assert not (tmp_path / "runs").exists()
@@ -108,7 +102,6 @@ def test_a_dry_run_lists_the_points_and_creates_nothing(tmp_path: Path, cache: P
     (run,) = write_interrupted_sweep(tmp_path, points, "finished")
     before = sorted(tmp_path.rglob("*"))
     completed = in_process_calls.call_verb("sweep", "--launch=local", "--dry-run=1", "--", str(file))
-    assert completed.returncode == 0, completed.stderr
     assert completed.stdout == f"  FINISHED   batch=32  {run}\n  MISSING    batch=64\n"
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -128,10 +121,7 @@ def test_a_sweep_on_a_cluster_is_an_array_that_is_followed_to_the_end(
     ends = f"for run in {runs}/mnist_pipeline-*; do echo '{result}' >$run/result.json; done"
     queue = "printf '4711_0|RUNNING|None\\n4711_1|PENDING|JobArrayTaskLimit\\n'"
     fake.define_command("squeue", f"echo >>{looked}; if [ $(wc -l <{looked}) = 3 ]; then {ends}; fi; {queue}")
-    completed = in_process_calls.call_verb(
-        "sweep", "--launch=slurm", "--follow=1", "--", str(file), cwd=ROOT, **fake.make_environment()
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = sweep_on(fake, file, "--follow=1")
     assert "(2 missing); 2 to run now" in completed.stdout
     assert "job 4711 on SLURM: array of 2 jobs, at most 2 at a time, 1 node and 1 rank each" in completed.stdout
     states = [line.split()[0] for line in completed.stdout.splitlines() if "  batch=" in line]
@@ -149,9 +139,7 @@ def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
     runs = write_interrupted_sweep(tmp_path, points, "failed")
     fake.define_command("sbatch", "echo 'sbatch: error: invalid account' >&2; exit 1")
     for failed in ("0", "1"):  # the point that is missing, then the one that has failed
-        arguments = ("--launch=slurm", f"--failed={failed}", "--", str(file))
-        completed = in_process_calls.call_verb("sweep", *arguments, cwd=ROOT, **fake.make_environment())
-        assert completed.returncode == 2
+        completed = sweep_on(fake, file, f"--failed={failed}", status=2)
         assert "; 1 to run now" in completed.stdout
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
         assert [cell["run"] for cell in read_cells(file)] == runs
@@ -171,11 +159,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
     folder.mkdir(parents=True)
     plan = sweep_file.read_sweep_file(str(file), [])
     for settings, arguments, message in (
-        (
-            plan.settings | {"epochs": "3"},
-            (),
-            "was started with epochs=3; use ARGS=epochs=3, or rename the sweep file",
-        ),
+        (plan.settings | {"epochs": "3"}, (), "was started with epochs=3; use ARGS=epochs=3, or rename the sweep file"),
         (
             plan.settings | {"steps": "7", "clip": "2"},
             ("--args=epochs=2",),
@@ -203,24 +187,16 @@ def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Pat
     sweep_record.write_bytes(content)
     for arguments in ((), ("--dry-run=1",), ("--failed=1",)):
         assert "sweep.json is damaged; restore it, or delete it" in refused(file, *arguments)
-    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates")
-    assert completed.returncode == 2
+    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path / 'runs'}", "--sweep=rates", status=2)
     assert "sweep.json is damaged" in completed.stderr
-    assert completed.stderr.count("\n") == 1
     assert sweep_record.read_bytes() == content
 
 
 def test_repeats_have_different_seeds(tmp_path: Path, cache: Path) -> None:
     file = write_grid(tmp_path, cache, grid={"batch": ["32", "64"]}, repeats="3")
     points = sweep_file.read_sweep_file(str(file), ["seed=5"]).points
-    assert [(point.settings.seed, point.values["batch"]) for point in points] == [
-        (5, "32"),
-        (5, "64"),
-        (6, "32"),
-        (6, "64"),
-        (7, "32"),
-        (7, "64"),
-    ]
+    expected = list(itertools.product((5, 6, 7), ("32", "64")))
+    assert [(point.settings.seed, point.values["batch"]) for point in points] == expected
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs/sweeps").glob("*.yaml")), ids=lambda file: file.stem)
@@ -229,7 +205,7 @@ def test_every_grid_is_valid(file: Path) -> None:
     assert re.match(r"#.*make sweep GRID=configs/sweeps/", file.read_text())
 
 
-@pytest.mark.parametrize(("experiment", "points"), [("amp_accum", 9), ("resnet_dataparallel", 2)])
+@pytest.mark.parametrize("experiment, points", [("amp_accum", 9), ("resnet_dataparallel", 2)])
 def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str, points: int) -> None:
     grid = sweep_file.read_sweep_file(f"configs/sweeps/{experiment}.py", ["launch.device=cpu"])
     assert grid.experiment == experiment
@@ -251,10 +227,7 @@ def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Pa
     Result("cancelled", 130).write(folder)
     before = folder.result
     fake.define_command("sbatch", "echo refused >&2; exit 1")
-    completed = in_process_calls.call_verb(
-        "sweep", "--launch=slurm", "--", str(file), cwd=ROOT, **fake.make_environment()
-    )
-    assert completed.returncode == 2, completed.stdout + completed.stderr
+    completed = sweep_on(fake, file, status=2)
     assert "refused" in completed.stderr, completed.stdout + completed.stderr
     assert before
     assert folder.result == before
@@ -262,20 +235,15 @@ def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Pa
 
 
 def test_a_point_that_is_still_stopping_is_skipped(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Path, waiting_process: Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "STOPPING_SECONDS", 0.0)
     points = [{"batch": "32"}]
     file = write_grid(tmp_path, cache, points=points)
     (run,) = write_interrupted_sweep(tmp_path, points, "cancelled")
-    with subprocess.Popen(["sleep", "600"]) as other:
-        identity = {"pid": other.pid, "pid_started": Process.identify(other.pid).start}
-        claim = {"process": provenance.identify_process() | identity}
-        folder = RunFolder(tmp_path / "runs" / run)
-        folder.claim_attempt(claim)
-        Result("cancelled", 130).write(folder)
-        completed = in_process_calls.call_verb("sweep", "--launch=local", "--", str(file))
-        other.kill()
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    folder = RunFolder(tmp_path / "runs" / run)
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
+    Result("cancelled", 130).write(folder)
+    completed = in_process_calls.call_verb("sweep", "--launch=local", "--", str(file))
     assert "skipped    batch=32: " in completed.stdout
     assert "is still running" in completed.stdout

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurm.reports import wandb_sync
-from tests.harness.commands import execution, in_process_calls
-from tests.harness.commands.processes import make_environment
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import execute_verb, make_environment
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
@@ -25,10 +24,8 @@ def panels(view: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
-    argv = [sys.executable, "-m", "slurm", "dashboard", "--project=team/mine", "--dry-run=1"]
     nowhere = make_environment(WANDB_BASE_URL="http://127.0.0.1:9", WANDB_API_KEY="5ec" + "0" * 36 + "7")
-    completed = execution.execute_command(argv, env=nowhere)
-    assert completed.returncode == 0, completed.stderr
+    completed = execute_verb("dashboard", "--project=team/mine", "--dry-run=1", env=nowhere, status=0)
     view = json.loads(completed.stdout)
     assert (view["entity"], view["project"]) == ("team", "mine")
     charts = panels(view["spec"])
@@ -44,8 +41,7 @@ def test_the_dashboard_is_shown_and_nothing_is_sent() -> None:
 
 @pytest.mark.parametrize("project", ["a/b/c", "x#y", "x" * 200, "a\nb"])
 def test_a_wrong_project_is_refused(project: str) -> None:
-    completed = in_process_calls.call_verb("dashboard", f"--project={project}", "--dry-run=1")
-    assert completed.returncode == 2
+    completed = in_process_calls.call_verb("dashboard", f"--project={project}", "--dry-run=1", status=2)
     assert "PROJECT=" in completed.stderr
     assert len(completed.stderr.splitlines()) == 1
 
@@ -55,17 +51,14 @@ def test_without_an_account_nothing_is_sent(tmp_path: Path) -> None:
     (folder.path / "wandb/offline-run-1").mkdir(parents=True)
     (folder.path / "wandb/offline-run-1/run.wandb").touch()
     env = make_environment(HOME=str(tmp_path), WANDB_BASE_URL="http://127.0.0.1:9", WANDB_ERROR_REPORTING="false")
-    argv = [sys.executable, "-m", "slurm", "sync", f"--runs-folder={tmp_path / 'runs'}"]
-    completed = execution.execute_command(argv, env=env)
-    assert completed.returncode == 2
+    completed = execute_verb("sync", f"--runs-folder={tmp_path / 'runs'}", env=env, status=2)
     assert "no W&B account is configured" in completed.stderr
     assert "wandb login" in completed.stderr
 
 
 def test_only_tracked_runs_are_viewed(tmp_path: Path) -> None:
     folder = SyntheticRun("mnist_pipeline", 0x12, 10).write(tmp_path / "runs")
-    refused = in_process_calls.call_verb("leet", f"--runs-folder={tmp_path / 'runs'}")
-    assert refused.returncode == 2
+    refused = in_process_calls.call_verb("leet", f"--runs-folder={tmp_path / 'runs'}", status=2)
     assert "make compare" in refused.stderr
     for began in ("20261124_231721", "20261124_231905"):
         folder_of_start = folder.path / "wandb" / f"offline-run-{began}-f1b54ceb"

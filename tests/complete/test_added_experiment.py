@@ -6,6 +6,7 @@ import re
 import subprocess
 from pathlib import Path
 
+from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
 from tests.harness.verification.delete_technique import clone_checkout
 
@@ -30,8 +31,6 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
 
     omitted = [f"--deselect={test}" for test in OMITTED]
     pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
-    completed = subprocess.run(
-        pytest, cwd=clone, env=make_environment(PYTEST_ADDOPTS=""), capture_output=True, text=True, check=False
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    env = make_environment(PYTEST_ADDOPTS="")
+    completed = execution.execute_command(pytest, cwd=clone, env=env, timeout=3600, real_process=True, status=0)
     assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

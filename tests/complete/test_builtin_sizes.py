@@ -17,6 +17,6 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "transport", "cases"), WORLDS)
+@pytest.mark.parametrize("ranks, transport, cases", WORLDS)
 def test_every_collective_equals_arithmetic(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
     check_program("backend_calls", ranks, transport, *cases)

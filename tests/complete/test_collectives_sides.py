@@ -27,7 +27,6 @@ def test_every_algorithm_sends_the_expected_bytes_through_every_transport(tmp_pa
     arguments = ("processes_per_node=4", "sizes=[64K]", "dtypes=[float32,bfloat16]", "rounds=1", "plot=false")
     launch = ("launch.backend=builtin", "launch.tls=true", "launch.algorithm=tree<100000<ring", "launch.threads=1")
     completed = run_experiment("collectives", *sides, *arguments, *launch, "log.progress=none", runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     points = {(point["side"], point["dtype"]): point for point in completed.result["points"]}
     expected_sides = {"builtin", "gloo", "isend ring"}
     for transport in TRANSPORTS:
@@ -72,8 +71,7 @@ def write_streams(rank_info: RankInfo, folder: Path) -> None:
 
 def test_each_transport_uses_its_stream(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.complete.test_collectives_sides", str(tmp_path)]
-    completed = execution.execute_command(argv, env=make_environment())
-    assert completed.returncode == 0, completed.stderr
+    execution.execute_command(argv, env=make_environment(), status=0)
     assert (tmp_path / "streams").read_text().splitlines() == [
         "tls TlsStream TlsSocket",
         "memory MemoryStream socket",

@@ -13,19 +13,14 @@ from tests.harness.commands.bad_input import BAD_CONFIG_LINES
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import REPLICATED_ENTRY
-from tests.harness.runs.damaged_runs import (
-    DAMAGES,
-    RUN_FILES,
-    check_all_commands,
-    check_commands_on_damaged_run,
-)
+from tests.harness.runs.damaged_runs import DAMAGES, RUN_FILES, check_all_commands, check_commands_on_damaged_run
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
 IN_QUICK_TESTS = list(zip(RUN_FILES, itertools.cycle(DAMAGES), strict=False))  # tests/commands/test_damaged_runs.py
 REMAINING = [pair for pair in itertools.product(RUN_FILES, DAMAGES) if pair not in IN_QUICK_TESTS]
 
 
-@pytest.mark.parametrize(("name", "damage"), draw_cases("damaged files", REMAINING, 30))
+@pytest.mark.parametrize("name, damage", draw_cases("damaged files", REMAINING, 30))
 def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: GetRun, tmp_path: Path) -> None:
     check_commands_on_damaged_run(finished(REPLICATED_ENTRY).folder, name, damage, tmp_path)
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import execution, in_process_calls
-from tests.harness.commands.processes import get_only_run, make_environment
+from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import execute_verb, get_only_run
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 
 def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
     settings = f"--args=runs={tmp_path / 'runs'} data.cache={cache}"
-    command = [sys.executable, "-m", "slurm", "doctor", "--nodes=2", settings]
-    completed = execution.execute_command(command, env=make_environment(), real_process=True)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    completed = execute_verb("doctor", "--nodes=2", settings, real_process=True, status=0)
     lines = completed.stdout.splitlines()
     assert lines[-2:] == ["W&B mode of new runs: disabled", "all checks passed"]
     assert len(lines) == 6

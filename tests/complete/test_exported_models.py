@@ -8,21 +8,21 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from common.models import exporting, model_file
 from common.runs.folder import RunFolder
-from tests.harness.commands import in_process_calls
-from tests.harness.commands.processes import run_experiment
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.exit_status import Completed
+from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.entry import Entry
+from tests.harness.experiments.exported_programs import run_exported_program
 from tests.harness.experiments.registry import ENTRIES, REPLICATED_ENTRY, STAGED_ENTRY
 from tests.harness.repository import ROOT
 
@@ -37,15 +37,8 @@ def copy(folder: RunFolder, destination: Path) -> RunFolder:
     return RunFolder(destination / folder.path.name)
 
 
-def run_program(path: Path, images: Tensor) -> Tensor:
-    """Run an exported program as `exporting.run_exported_program_in_new_process` does, but in this process."""
-    with torch.no_grad():
-        outputs: Tensor = torch.export.load(path).module()(images)
-    return outputs
-
-
-def export(folder: RunFolder, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return in_process_calls.call_verb("export", *arguments, "--", str(folder.path))
+def export(folder: RunFolder, *arguments: str, status: int = 0) -> Completed:
+    return in_process_calls.call_verb("export", *arguments, "--", str(folder.path), status=status)
 
 
 @pytest.mark.parametrize("entry", NETWORKS, ids=lambda entry: entry.name)
@@ -54,15 +47,14 @@ def test_the_torch_export_file_computes_the_same_outputs(
 ) -> None:
     """One experiment is checked in a process without this project, the others in this process."""
     if entry != STAGED_ENTRY:
-        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
+        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     folder = copy(finished(entry).folder, tmp_path)
     completed = export(folder, "--format=torch.export")
-    assert completed.returncode == 0, completed.stderr
     if entry == STAGED_ENTRY:
         assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
     images = torch.randn(3, *facts["shape"])
-    assert torch.allclose(run_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
+    assert torch.allclose(run_exported_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
 
 
 def read_readme_examples() -> tuple[str, str]:
@@ -79,17 +71,15 @@ def execute_in_run_folder(program: str, folder: RunFolder, python_path: str = ""
     if python_path:
         env["PYTHONPATH"] = python_path
     command = [sys.executable, "-P", "-c", program]
-    completed = subprocess.run(command, cwd=folder.path, env=env, capture_output=True, text=True, check=False)
-    assert completed.returncode == 0, completed.stderr
-    return completed.stdout
+    return execution.execute_command(command, cwd=folder.path, env=env, real_process=True, status=0).stdout
 
 
 def test_the_example_of_the_readme_uses_a_trained_model(
     finished: GetRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     folder = copy(finished(STAGED_ENTRY).folder, tmp_path)
-    assert export(folder, "--format=torch.export").returncode == 0
+    export(folder, "--format=torch.export")
     exported, safetensors = read_readme_examples()
     facts = json.loads((folder.path / "model.json").read_text())
 
@@ -121,40 +111,35 @@ def test_the_safetensors_file_is_named(finished: GetRun) -> None:
 
 
 def test_an_unknown_format_is_refused(finished: GetRun) -> None:
-    completed = export(finished(REPLICATED_ENTRY).folder, "--format=pickle")
-    assert completed.returncode == 2
+    completed = export(finished(REPLICATED_ENTRY).folder, "--format=pickle", status=2)
     assert "use safetensors, torch.export or onnx" in completed.stderr
 
 
 def test_onnx_is_exported_or_missing_packages_are_named(finished: GetRun, tmp_path: Path) -> None:
     folder = copy(finished(REPLICATED_ENTRY).folder, tmp_path)
-    completed = export(folder, "--format=onnx")
     if all(importlib.util.find_spec(name) for name in exporting.ONNX_PACKAGES):
-        assert completed.returncode == 0, completed.stderr
+        export(folder, "--format=onnx")
         assert (folder.path / "model.onnx").stat().st_size > 1000
     else:
-        assert completed.returncode == 2
+        completed = export(folder, "--format=onnx", status=2)
         assert "-m pip install onnx onnxscript onnxruntime" in completed.stderr
         assert not list(folder.path.glob("*.onnx*"))
         assert not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize(("name", "settings"), EVALUATED)
+@pytest.mark.parametrize("name, settings", EVALUATED)
 def test_models_of_every_kind_of_training_are_evaluated(
-    name: str, settings: tuple[str, ...], digits: tuple[str, ...], tmp_path: Path
+    name: str, settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:
     completed = run_experiment(name, *digits, "optim.warmup=0", "steps=8", *settings, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     evaluated = in_process_calls.call_verb("evaluate", "--", str(completed.folder.path))
-    assert evaluated.returncode == 0, evaluated.stdout + evaluated.stderr
     assert "recorded by the run: " in evaluated.stdout, evaluated.stdout + evaluated.stderr
 
 
-def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_new_run_starts_with_the_weights_of_another(digits: Settings, tmp_path: Path) -> None:
     name = "resnet_modelparallel"
     small = (*digits, "width=2", "mode=single", "batch=16", "plot=false", "launch.device=cpu")
     first = run_experiment(name, *small, "steps=3", runs=tmp_path / "one")
-    assert first.returncode == 0, first.stderr
     path = first.folder.path
     (checkpoint_folder,) = path.glob("attempts/0001/checkpoints/step-*")
     expected = load_file(path / "model.safetensors")
@@ -164,13 +149,10 @@ def test_a_new_run_starts_with_the_weights_of_another(digits: tuple[str, ...], t
     sources = (path, checkpoint_folder, path / "model.safetensors", tmp_path / "state.pt")
     for number, source in enumerate(sources):
         completed = run_experiment(name, *unchanged, f"weights={source}", runs=tmp_path / f"next-{number}")
-        assert completed.returncode == 0, completed.stderr
         state = load_file(completed.folder.path / "model.safetensors")
         for weight in expected:
             if weight.endswith("weight"):
                 assert torch.equal(state[weight], expected[weight]), weight
-    by_name = run_experiment(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
-    assert by_name.returncode == 0, by_name.stderr
-    missing = run_experiment(name, *unchanged, "weights=nowhere", runs=tmp_path / "none")
-    assert missing.returncode == 2
+    run_experiment(name, *unchanged, f"weights={path.name}", runs=tmp_path / "one")
+    missing = run_experiment(name, *unchanged, "weights=nowhere", runs=tmp_path / "none", status=2)
     assert "weights=nowhere: no such file, checkpoint folder or run" in missing.stderr

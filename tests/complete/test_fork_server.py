@@ -9,15 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from common.runs import provenance
 from tests.harness.commands import execution
+from tests.harness.commands.exit_status import check_status
 from tests.harness.commands.fork_comparison import execute_forked_and_real, mask_folder_names, read_all_files
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
+    Settings,
     find_processes,
     get_only_run,
     make_environment,
@@ -29,19 +32,24 @@ from tests.harness.repository import ROOT
 from tests.harness.runs.long_runs import ENDLESS_SETTINGS, start_long_run
 
 
-def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def compare_outputs(argv: Callable[[Path], list[str]], place: Path) -> str:
+    """Check that a fork and a real process succeed and print the same; return the output."""
+    fork, real = execute_forked_and_real(argv, place)
+    for process in (fork, real):
+        check_status(process, 0)
+        assert process.stderr == ""
+    assert fork.stdout.splitlines() == real.stdout.splitlines()
+    return fork.stdout
+
+
+def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: Settings) -> None:
     """The command is replaced by the script of the experiment."""
 
     def argv(runs: Path) -> list[str]:
         settings = shlex.join([f"runs={runs}", *quick, "steps=12", "microbatches=2"])
         return [sys.executable, "-m", "slurm", "exp", "--launch=local", f"--args={settings}", "--", "mnist_pipeline"]
 
-    fork, real = execute_forked_and_real(argv, tmp_path)
-    assert fork.returncode == 0, fork.stderr
-    assert real.returncode == 0, real.stderr
-    assert fork.stdout.splitlines() == real.stdout.splitlines()
-    assert fork.stderr == ""
-    assert real.stderr == ""
+    compare_outputs(argv, tmp_path)
     files = read_all_files(tmp_path / "fork")
     expected_files = read_all_files(tmp_path / "real")
     assert files.keys() == expected_files.keys()
@@ -51,7 +59,7 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     assert files["result.json"]["scores"]["test_samples"] == 100
 
 
-def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: Settings) -> None:
     """`rerun` reads the settings with the source of a run, and then executes this source."""
     old = run_experiment("mnist_pipeline", *quick, "steps=6", runs=tmp_path / "first").folder
     script = old.path / "code" / "experiments" / "mnist_pipeline.py"
@@ -62,14 +70,9 @@ def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tup
         shutil.copytree(tmp_path / "first", runs)
         return [sys.executable, "-m", "slurm", "rerun", "--launch=local", "--", str(runs / old.path.name)]
 
-    fork, real = execute_forked_and_real(argv, tmp_path)
-    assert fork.returncode == 0, fork.stderr
-    assert real.returncode == 0, real.stderr
-    assert fork.stdout.splitlines() == real.stdout.splitlines()
-    assert fork.stderr == ""
-    assert real.stderr == ""
-    assert "\nsource of the run\n" in fork.stdout
-    assert "losses      bitwise equal in 6 steps" in fork.stdout
+    output = compare_outputs(argv, tmp_path)
+    assert "\nsource of the run\n" in output
+    assert "losses      bitwise equal in 6 steps" in output
     forked_runs = {path.name for path in (tmp_path / "fork").glob("mnist_pipeline-*")}
     real_runs = {path.name for path in (tmp_path / "real").glob("mnist_pipeline-*")}
     assert len(forked_runs) == 2
@@ -77,7 +80,7 @@ def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: tup
     assert forked_runs & real_runs == {old.path.name}
 
 
-def interrupt_training(runs: Path, quick: tuple[str, ...], *, real: bool) -> tuple[int | None, str, list[str]]:
+def interrupt_training(runs: Path, quick: Settings, *, real: bool) -> tuple[int | None, str, list[str]]:
     """Interrupt a run. Returns exit status, output and files, without what depends on the time of the interruption."""
     with start_long_run("mnist_pipeline", *quick, *ENDLESS_SETTINGS, runs=runs, real_process=real) as process:
         process.send_signal(signal.SIGINT)
@@ -89,7 +92,7 @@ def interrupt_training(runs: Path, quick: tuple[str, ...], *, real: bool) -> tup
     return process.returncode, output, sorted(files)
 
 
-def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick: tuple[str, ...]) -> None:
+def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick: Settings) -> None:
     fork = interrupt_training(tmp_path / "fork", quick, real=False)
     real = interrupt_training(tmp_path / "real", quick, real=True)
     assert fork == real
@@ -98,11 +101,7 @@ def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick
     assert "saved at step LAST" in output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [(("no_such_key=1",), 2), (("--help",), 0)],
-    ids=["a user error", "help"],
-)
+@pytest.mark.parametrize("arguments, status", [(("no_such_key=1",), 2), (("--help",), 0)], ids=["a user error", "help"])
 def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
     fork, real = execute_forked_and_real(
         lambda runs: make_run_command("mnist_pipeline", *arguments, runs=runs), tmp_path

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from configs.shared import Data
-from tests.harness.repository import ROOT
+from tests.harness.commands.programs import run_program
 
 
 def make_small_folder(root: Path) -> Path:
@@ -36,7 +34,6 @@ before = peak(resource.RUSAGE_SELF), peak(resource.RUSAGE_CHILDREN)
 prepare.prepare_dataset(settings)
 print(peak(resource.RUSAGE_SELF) - before[0], peak(resource.RUSAGE_CHILDREN) - before[1])
 """
-    completed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    process_bytes, child_bytes = (int(number) for number in completed.stdout.split())
-    assert process_bytes < 20e6, completed.stdout
-    assert child_bytes < 80e6, completed.stdout
+    process_bytes, child_bytes = (int(number) for number in run_program(program).split())
+    assert process_bytes < 20e6
+    assert child_bytes < 80e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -11,11 +10,11 @@ from statistics import fmean
 import pytest
 
 from common.config import config
+from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
 from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.experiments.loaded_modules import count_tokens
 from tests.harness.experiments.registry import ENTRIES
-from tests.harness.repository import ROOT
 
 TRAINED = {entry.name: entry.allowed_techniques for entry in ENTRIES if entry.allowed_techniques is not None}
 """For each experiment that is trained, the techniques that it may load."""
@@ -33,10 +32,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, d
 
     def list_modules(folder: Path) -> None:
         command = [sys.executable, "-m", "tests.harness.experiments.loaded_modules", str(folder), *arguments]
-        completed = subprocess.run(
-            command, check=False, cwd=ROOT, env=make_environment(), capture_output=True, text=True, timeout=300
-        )
-        assert completed.returncode == 0, completed.stderr
+        execution.execute_command(command, env=make_environment(), timeout=300, real_process=True, status=0)
 
     folder = create_folder_once(tmp_path_factory, "modules", list_modules)
     files = {name: json.loads((folder / f"{name}.json").read_text()) for name in names}

@@ -116,8 +116,7 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     config.write_text(config.read_text().replace("strategy: ddp", f"strategy: {json.dumps(HOSTILE)}"))
     metrics = next(runs.glob("*-0002")) / "attempts" / "0001" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().replace('"test_loss"', f'{json.dumps(HOSTILE)}: 2, "test_loss"'))
-    completed = in_process_calls.call_verb("compare", f"--runs-folder={runs}")
-    assert completed.returncode == 0, completed.stderr
+    in_process_calls.call_verb("compare", f"--runs-folder={runs}")
     page = runs / "compare.html"
     set_page_width(chrome, 1300)
     chrome.get(page.as_uri())
@@ -279,9 +278,8 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
 
 def check_colours(chrome: Any) -> None:
     """Check that the colours of 50 runs differ, and those of neighbours in the legend even more."""
-    strokes = chrome.execute_script(
-        "return [...document.querySelectorAll('.experiment .line')].map(l => getComputedStyle(l).stroke)"
-    )
+    lines = "[...document.querySelectorAll('.experiment .line')]"
+    strokes = chrome.execute_script(f"return {lines}.map(l => getComputedStyle(l).stroke)")
     assert len(strokes) == 50
     coordinates = [re.findall(r"-?[\d.]+", stroke)[:3] for stroke in strokes]  # in oklab
     colours = np.array(coordinates, float)

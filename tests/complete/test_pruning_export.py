@@ -12,20 +12,14 @@ from common.models import exporting, model_file, networks
 from common.techniques.pruning import pruning_savings
 from common.techniques.pruning.pruning_masks import Masks
 from tests.harness.commands.processes import run_experiment
-
-
-def run_program(path: Path, images: torch.Tensor) -> torch.Tensor:
-    """Run an exported program as `exporting.run_exported_program_in_new_process` does, but in this process."""
-    with torch.no_grad():
-        outputs: torch.Tensor = torch.export.load(path).module()(images)
-    return outputs
+from tests.harness.experiments.exported_programs import run_exported_program
 
 
 def check_other_batch_size(path: Path, model: nn.Module, *shape: int) -> None:
     """Check that a program computes a model's outputs for another number of samples than it was exported with."""
     images = torch.randn(3, *shape)
     with torch.no_grad():
-        assert torch.allclose(run_program(path, images), model(images), atol=1e-5)
+        assert torch.allclose(run_exported_program(path, images), model(images), atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["lenet300", "convnet"])
@@ -34,7 +28,7 @@ def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
 ) -> None:
     """The first model runs in a process without this project, as the ResNet below; the second runs in this process."""
     if name == "convnet":
-        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_program)
+        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     model = networks.build_network(name, (28, 28), 10)
     path = tmp_path / "model.pt2"
     Masks(model)
@@ -59,10 +53,9 @@ def test_a_program_that_cannot_be_written_or_run_is_reported(tmp_path: Path) -> 
 
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
-    arguments = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
-    settings = (*images, *arguments, "processes_per_node=2", "launch.threads=1", "int8=false")
-    completed = run_experiment("sparse_prune", *settings, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
+    training = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")
+    ranks = ("processes_per_node=2", "launch.threads=1")
+    completed = run_experiment("sparse_prune", *images, *training, *ranks, "int8=false", runs=tmp_path)
     result = completed.result
     assert result["nonzero"] == result["weights"] - round(0.92 * result["weights"])
     assert result["weights"] > 11e6

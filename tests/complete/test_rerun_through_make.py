@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,21 @@ import pytest
 from common.data.sources import MNIST_FILES
 from common.runs.folder import RunFolder
 from slurm.launch import rerun
-from tests.harness.commands import execution, make_targets
-from tests.harness.commands.processes import make_environment, run_experiment
+from tests.harness.commands import make_targets
+from tests.harness.commands.exit_status import Completed
+from tests.harness.commands.processes import execute_verb, make_environment, run_experiment
 
 QUICK = ("steps=12", "data.test_limit=100", "log.progress=none")
 
 
-def make_rerun(place: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def make_rerun(place: Path, folder: Path, *arguments: str) -> Completed:
     argv = ["make", "rerun", f"RUN={folder}", *arguments]
     return subprocess.run(
         argv, cwd=place, env=make_environment(), capture_output=True, text=True, timeout=200, check=False
     )
 
 
-def list_differences(completed: subprocess.CompletedProcess[str]) -> list[str]:
+def list_differences(completed: Completed) -> list[str]:
     return re.findall(r"^differs     (.*)", completed.stdout, re.MULTILINE)
 
 
@@ -38,8 +38,7 @@ def test_another_seed_and_its_largest_difference_are_reported(cache: Path, place
     arguments = ("data.name=digits", f"data.cache={cache}", *QUICK)
     old = run_experiment("mnist_pipeline", *arguments, runs=tmp_path / "runs").folder
     slurm_arguments = make_targets.record_slurm_arguments(place, "rerun", f"RUN={old.path}", "ARGS=seed=1")
-    completed = execution.execute_command([sys.executable, "-m", "slurm", *slurm_arguments], env=make_environment())
-    assert completed.returncode == rerun.DIFFERENT, completed.stdout + completed.stderr
+    completed = execute_verb(*slurm_arguments, status=rerun.DIFFERENT)
     assert list_differences(completed) == ["seed: was 0, now 1"]
     match = re.search(r"differ in 12 of 12 steps, first in step 1, by at most (\S+) \(step (\d+)\)", completed.stdout)
     assert match, completed.stdout

@@ -12,7 +12,7 @@ from tests.harness.commands.processes import make_environment
 
 def test_a_benchmark_ends_with_a_table_and_leaves_its_samples(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.benchmarks", f"--folder={tmp_path}", "--minutes=0.4", "--rounds=1"]
-    completed = execution.execute_command([*command, "--", "sparse_prune/linear"], env=make_environment(), check=True)
+    completed = execution.execute_command([*command, "--", "sparse_prune/linear"], env=make_environment(), status=0)
     assert "sparse_prune/linear  98 %" in completed.stdout
     (file,) = tmp_path.iterdir()
     part = json.loads(file.read_text())["parts"]["sparse_prune/linear"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 from common.config import config
 from slurm.launch import tour
 from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import make_environment
 
 
@@ -20,8 +20,8 @@ from tests.harness.commands.processes import make_environment
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands that the tour starts are forks of the fork server."""
 
-    def run(command: list[str], *, check: bool) -> subprocess.CompletedProcess[str]:
-        completed = execution.execute_command(command, env=make_environment(), check=check)
+    def run(command: list[str], *, check: bool) -> Completed:
+        completed = execution.execute_command(command, env=make_environment(), status=0 if check else None)
         print(completed.stdout)
         print(completed.stderr, file=sys.stderr)
         return completed
@@ -34,7 +34,6 @@ def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
     completed = in_process_calls.call_verb(
         "tour", f"runs={runs}", f"data.cache={cache}", "steps=3", "data.test_limit=100"
     )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     names = {path.parent.name.rsplit("-", 3)[0] for path in runs.glob("*/config.yaml")}
     assert names == set(config.list_experiments())
     table = completed.stdout.partition("---- comparison")[2]
@@ -45,8 +44,7 @@ def test_every_experiment_is_visited(tmp_path: Path, cache: Path) -> None:
 
 def test_a_failing_experiment_is_named_and_the_others_run(tmp_path: Path, cache: Path) -> None:
     arguments = (f"runs={tmp_path}/runs", f"data.cache={cache}", "steps=2", "data.test_limit=100", "depth=3")
-    completed = in_process_calls.call_verb("tour", *arguments)
-    assert completed.returncode == 1
+    completed = in_process_calls.call_verb("tour", *arguments, status=1)
     assert "unknown key depth" in completed.stderr
     assert re.search("^error: .*ddp_multinode.* failed", completed.stderr, re.MULTILINE)
     assert "mnist_pipeline:" in completed.stdout.partition("---- comparison")[2]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from common.backend.algorithms import build_algorithms_by_size
 from common.backend.cost import MessageTimeLine
@@ -32,6 +31,7 @@ from experiments import collectives as script
 from slurm.launch import rerun
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import read_result_values, run_experiment
+from tests.harness.commands.refusals import expect_refusal
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.runs.resuming import copy_as_interrupted, list_trained_steps, resume_run
@@ -47,16 +47,16 @@ VARIANTS = {
 # ---- formulas
 
 
-@pytest.mark.parametrize(
-    ("op", "bus", "sent_bytes"),
-    [
-        ("sendrecv", 1.0, 8.0),
-        ("broadcast", 1.0, 6.0),
-        ("all_reduce", 1.5, 12.0),
-        ("reduce_scatter", 0.75, 6.0),
-        ("all_gather", 0.75, 6.0),
-    ],
-)
+FACTORS = [
+    ("sendrecv", 1.0, 8.0),
+    ("broadcast", 1.0, 6.0),
+    ("all_reduce", 1.5, 12.0),
+    ("reduce_scatter", 0.75, 6.0),
+    ("all_gather", 0.75, 6.0),
+]
+
+
+@pytest.mark.parametrize("op, bus, sent_bytes", FACTORS)
 def test_factors_of_four_ranks_are_those_of_nccl_tests(op: str, bus: float, sent_bytes: float) -> None:
     assert compute_bus_factor(op, 4) == bus
     assert compute_sent_bytes(CollectivePoint(op, "float32", 2, 8), BACKEND_VARIANT, 4) == [sent_bytes] * 4
@@ -73,15 +73,15 @@ def test_sent_bytes_follow_from_the_moves_of_the_algorithm() -> None:
 
 def test_sizes_of_sharded_operations_are_rounded_up_to_equal_shards() -> None:
     points = list_benchmark_points(["all_reduce", "all_gather"], ["float32", "int64"], [8, 1024], 3)
-    assert [(p.name, p.length, p.nbytes) for p in points] == [
-        ("all_reduce float32", 2, 8),
-        ("all_reduce float32", 256, 1024),
-        ("all_reduce int64", 1, 8),
-        ("all_reduce int64", 128, 1024),
-        ("all_gather float32", 3, 12),
-        ("all_gather float32", 258, 1032),
-        ("all_gather int64", 3, 24),
-        ("all_gather int64", 129, 1032),
+    assert [f"{point.name} {point.length} {point.nbytes}" for point in points] == [
+        "all_reduce float32 2 8",
+        "all_reduce float32 256 1024",
+        "all_reduce int64 1 8",
+        "all_reduce int64 128 1024",
+        "all_gather float32 3 12",
+        "all_gather float32 258 1032",
+        "all_gather int64 3 24",
+        "all_gather int64 129 1032",
     ]
 
 
@@ -157,9 +157,7 @@ def test_a_wrong_result_is_reported_with_its_position(op: str) -> None:
         vectors.check_result(point, inputs, outputs, "ring")
 
 
-def test_a_wrong_variant_stops_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    world = World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1)
+def test_a_wrong_variant_stops_the_measurement(world: World) -> None:
     (point,) = list_benchmark_points(["all_reduce"], ["int64"], [64], 1)
     vectors = BenchmarkVectors(0, world, world.device)
     correct = {
@@ -167,13 +165,9 @@ def test_a_wrong_variant_stops_the_measurement(monkeypatch: pytest.MonkeyPatch) 
         "other": CollectiveVariant({"broadcast": print}),
     }
     wrong = {"wrong": CollectiveVariant({"all_reduce": lambda x, out: x.add_(1)})}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert list(script.measure_variants(correct, 1, point, vectors, world)) == ["right"]
-        with pytest.raises(RuntimeError, match="returned a wrong result: all_reduce of 8 int64 elements on rank 0, "):
-            script.measure_variants(wrong, 0, point, vectors, world)
-    finally:
-        dist.destroy_process_group()
+    assert list(script.measure_variants(correct, 1, point, vectors, world)) == ["right"]
+    with pytest.raises(RuntimeError, match="returned a wrong result: all_reduce of 8 int64 elements on rank 0, "):
+        script.measure_variants(wrong, 0, point, vectors, world)
 
 
 def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_ring(tmp_path: Path) -> None:
@@ -181,7 +175,6 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     built_in = ("algorithms=[halving_doubling,star]", "transports=[memory]")
     quiet = ("plot=false", "launch.threads=1", "log.progress=none")
     completed = run_experiment("collectives", "processes_per_node=3", *points, *built_in, *quiet, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     measured = {(point["op"], point["side"]) for point in completed.result["points"]}
     expected = {("all_reduce", "star, memory")}
     expected |= {(op, side) for op, side in itertools.product(OPS, ("gloo", "halving_doubling, memory"))}
@@ -190,10 +183,8 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
     assert completed.result["exact_results"] == 2 * len(measured)
     warning = f"3 ranks share {count_host_cores()} cores of this host; steps will be slow"
     assert (warning in completed.stdout) == (count_host_cores() < 3)
-    assert (
-        "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
-        in completed.stdout
-    )
+    notice = "halving_doubling requires the number of ranks to be a power of two (got 3); using ring instead"
+    assert notice in completed.stdout
     sent = {point["side"]: point["bytes_sent"] for point in completed.result["points"] if point["op"] == "all_reduce"}
     assert sent["star, memory"] == [32, 16, 16], "the last type is int64"
     assert "hold nothing" not in completed.stdout
@@ -203,7 +194,6 @@ def test_three_ranks_compute_exact_results_even_for_vectors_shorter_than_the_rin
 def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -> None:
     built_in = ("algorithms=[star]", "transports=[memory]", "launch.nodes=2", "launch.threads=1")
     completed = run_experiment("collectives", "sizes=[4,64K]", "rounds=2", *built_in, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     assert completed.result["exact_results"] == 20
     assert {point["side"] for point in completed.result["points"]} == {"gloo", "isend ring", "star, network"}
     assert "transports=memory uses the network, because no two ranks are on the same host" in completed.stdout
@@ -217,8 +207,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -
     assert "epoch" not in completed.stdout
     assert "data none" not in completed.stdout
     for verb in ("evaluate", "export"):
-        command = in_process_calls.call_verb(verb, "--", str(completed.folder.path))
-        assert command.returncode == 2
+        command = in_process_calls.call_verb(verb, "--", str(completed.folder.path), status=2)
         assert "collectives does not train a model; use another run" in command.stderr
 
 
@@ -251,12 +240,9 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
         ("rounds=11", "has shape (10, 4, 2, 2, 3) in the checkpoint but (11, 4, 2, 2, 3) in this run"),
     ):
         copy = RunFolder(shutil.copytree(folder.path, tmp_path / setting / folder.path.name))
-        completed = resume_run(COLLECTIVES, copy, setting)
-        assert completed.returncode == 2
+        completed = resume_run(COLLECTIVES, copy, setting, status=2)
         assert message in completed.stderr
-        assert "Traceback" not in completed.stderr
     completed = resume_run(COLLECTIVES, folder)
-    assert completed.returncode == 0, completed.stderr
     assert "resumed from step 21" in completed.stdout, completed.stderr
     assert list_trained_steps(folder) == list(range(1, 41))
     assert folder.read_metrics()[:21] == before
@@ -272,31 +258,28 @@ def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
 # ---- settings
 
 
-@pytest.mark.parametrize(
-    ("setting", "parts"),
-    [
-        ("sizes=[0]", ["sizes=[0]: each size must be from 1 to 1G bytes", "64K"]),
-        ("sizes=[]", ["sizes=[]: each size must be"]),
-        ("sizes=[4,2G]", ["sizes=[2G]"]),
-        ("sizes=[4k]", ["sizes=[4k]"]),
-        ("sizes=[5]", ["sizes=[5] must be a multiple of the 4 bytes of one float32; use 4 or 8"]),
-        ("dtypes=[float32,fp8]", ["dtypes=[fp8] is invalid; use one or more of float32"]),
-        ("ops=[allreduce]", ["ops=[allreduce] is invalid; use one or more of sendrecv, broadcast, all_reduce"]),
-        ("ops=[all_reduce,all_reduce]", ["ops=[all_reduce]", "each at most once"]),
-        ("ops=[]", ["ops=[] is invalid; use one or more of"]),
-        ("algorithms=[rign]", ["algorithms=[rign] is invalid; use one or more of ring, halving_doubling, tree"]),
-        ("transports=[tls]", ["[tls] requires the certificate", "add launch.backend=builtin launch.tls=true"]),
-        ("transports=[]", ["transports=[] is invalid; use one or more of network, memory"]),
-        ("rounds=0", ["rounds=0: out of range"]),
-        ("processes_per_node=1", ["collectives require at least two ranks; use processes_per_node=2"]),
-    ],
-)
-def test_invalid_settings_are_refused_with_the_remedy(setting: str, parts: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+INVALID_SETTINGS = {
+    "sizes=[0]": "sizes=[0]: each size must be from 1 to 1G bytes ... 64K",
+    "sizes=[]": "sizes=[]: each size must be",
+    "sizes=[4,2G]": "sizes=[2G]",
+    "sizes=[4k]": "sizes=[4k]",
+    "sizes=[5]": "sizes=[5] must be a multiple of the 4 bytes of one float32; use 4 or 8",
+    "dtypes=[float32,fp8]": "dtypes=[fp8] is invalid; use one or more of float32",
+    "ops=[allreduce]": "ops=[allreduce] is invalid; use one or more of sendrecv, broadcast, all_reduce",
+    "ops=[all_reduce,all_reduce]": "ops=[all_reduce] ... each at most once",
+    "ops=[]": "ops=[] is invalid; use one or more of",
+    "algorithms=[rign]": "algorithms=[rign] is invalid; use one or more of ring, halving_doubling, tree",
+    "transports=[tls]": "[tls] requires the certificate ... add launch.backend=builtin launch.tls=true",
+    "transports=[]": "transports=[] is invalid; use one or more of network, memory",
+    "rounds=0": "rounds=0: out of range",
+    "processes_per_node=1": "collectives require at least two ranks; use processes_per_node=2",
+}
+
+
+@pytest.mark.parametrize("setting, message", INVALID_SETTINGS.items())
+def test_invalid_settings_are_refused_with_the_remedy(setting: str, message: str) -> None:
+    with expect_refusal(message):
         config.load_config(Config, [setting], {})
-    for part in parts:
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_settings_of_training_are_not_available() -> None:

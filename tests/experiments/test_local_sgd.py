@@ -16,7 +16,7 @@ from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.local_sgd import Config
 from tests.harness.commands import in_process_calls
-from tests.harness.commands.processes import FinishedRun
+from tests.harness.commands.processes import FinishedRun, Settings
 from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.runs.resuming import copy_as_interrupted, resume_run
@@ -30,7 +30,7 @@ MLP_BYTES = 4 * sum(parameter.numel() for parameter in MLP.parameters())
 
 
 @pytest.fixture
-def trained(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+def trained(quick: Settings, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """A run with checkpoints at exchanges and between them."""
     settings = ("model=mlp", f"every={EVERY}", f"start={START}", "momentum_of=averaged")
     return run_experiment_once(tmp_path_factory, "local", "local_sgd", *quick, *settings)
@@ -38,7 +38,6 @@ def trained(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_exchanges_and_bytes_are_counted(trained: FinishedRun) -> None:
     """Steps 13, 21 and 29 end a round, and 30 the run; each exchange has parameters and momentum."""
-    assert trained.returncode == 0, trained.stderr
     assert trained.result["exchanges"] == 4
     assert trained.result["bytes_sent"] == MLP_BYTES * (START + 2 * 4)
     assert "4 in 30 steps" in trained.stdout
@@ -64,18 +63,14 @@ def test_a_checkpoint_contains_the_parameters_of_each_worker_and_their_mean(trai
 
 def test_a_resume_with_other_ranks_or_another_start_is_refused(trained: FinishedRun, tmp_path: Path) -> None:
     folder = copy_as_interrupted(trained.folder, 15, tmp_path)
-    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "processes_per_node=1")
-    assert completed.returncode == 2
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "processes_per_node=1", status=2)
     assert SEPARATE_MODELS in completed.stderr
-    assert "Traceback" not in completed.stderr
     for completed in (
-        in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5"),
-        resume_run(ENTRY_BY_NAME["local_sgd"], folder, "launch.nodes=5"),
+        in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local", "--nodes=5", status=2),
+        resume_run(ENTRY_BY_NAME["local_sgd"], folder, "launch.nodes=5", status=2),
     ):  # the message does not advise another batch, although five ranks cannot divide it
-        assert completed.returncode == 2
         assert SEPARATE_MODELS.replace("has 1", "has 5") in completed.stderr
-    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "start=20")
-    assert completed.returncode == 2
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "start=20", status=2)
     assert "start cannot change when a run is resumed: it was 5" in completed.stderr
 
 
@@ -83,21 +78,17 @@ def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Finishe
     folder = RunFolder(Path(shutil.copytree(trained.folder.path, tmp_path / trained.folder.path.name)))
     attempts = len(folder.list_attempts())
     result = folder.result
-    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}")
-    assert completed.returncode == 2
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, "processes_per_node=1", f"steps={STEPS + 4}", status=2)
     assert SEPARATE_MODELS in completed.stderr
-    assert "Traceback" not in completed.stderr
 
     newest = storage.list_resumable_checkpoints(folder)[0]
     file = newest.path / "rank-1.pt"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
-    assert completed.returncode == 2
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
     assert f"its last step ({STEPS}) is invalid: rank-1.pt does not match its checksum; restore" in completed.stderr
     shutil.rmtree(newest.path)
-    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}")
-    assert completed.returncode == 2
+    completed = resume_run(ENTRY_BY_NAME["local_sgd"], folder, f"steps={STEPS + 4}", status=2)
     assert f"its last step ({STEPS}) is missing; start a new run" in completed.stderr
 
     assert len(folder.list_attempts()) == attempts, "a refused attempt was opened"
@@ -105,31 +96,31 @@ def test_a_finished_run_stays_finished_if_it_cannot_be_extended(trained: Finishe
     assert result["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("every=0", "every=0: out of range"),
-        ("every=41 steps=40", "every=41 exceeds the 40 local steps of the run; use at most"),
-        ("every=20 start=21 steps=40", "every=20 exceeds the 19 local steps"),
-        ("every=1 start=40 steps=40", "start=40 makes all 40 steps of the run synchronous; use start=20"),
-        ("outer_lr=0", "outer_lr=0: out of range"),
-        ("outer_lr=2.5", "outer_lr=2.5: out of range"),
-        ("outer=nesterov outer_momentum=1", "outer_momentum=1: out of range"),
-        ("outer_momentum=0.5", "outer_momentum=0.5 needs outer=nesterov; set outer=nesterov or use outer_momentum=0.9"),
-        ("communication=topk topk=0", "topk=0: out of range"),
-        ("communication=topk topk=1.5", "topk=1.5: out of range"),
-        ("topk=0.1", "topk=0.1 needs communication=topk"),
-        ("powersgd_rank=4", "powersgd_rank=4 needs communication=powersgd"),
-        ("communication=powersgd powersgd_rank=0", "powersgd_rank=0: out of range"),
-        ("communication=int8 dtype=float64", "communication=int8 needs dtype=float32; with float64, use none, topk or"),
-        ("communication=bf16 dtype=float64", "communication=bf16 needs dtype=float32"),
-        ("communication=zip", "allowed: none | bf16 | int8 | topk | powersgd"),
-        ("delay=8", "delay=8 must be less than every=8"),
-        ("delay=-1", "delay=-1: out of range"),
-        ("delay=2 momentum_of=averaged", "use momentum_of=own or reset"),
-        ("momentum_of=averaged optim.momentum=0", "momentum_of=averaged requires optim.momentum"),
-    ],
-)
+INVALID_SETTINGS = {
+    "every=0": "every=0: out of range",
+    "every=41 steps=40": "every=41 exceeds the 40 local steps of the run; use at most",
+    "every=20 start=21 steps=40": "every=20 exceeds the 19 local steps",
+    "every=1 start=40 steps=40": "start=40 makes all 40 steps of the run synchronous; use start=20",
+    "outer_lr=0": "outer_lr=0: out of range",
+    "outer_lr=2.5": "outer_lr=2.5: out of range",
+    "outer=nesterov outer_momentum=1": "outer_momentum=1: out of range",
+    "outer_momentum=0.5": "outer_momentum=0.5 needs outer=nesterov; set outer=nesterov or use outer_momentum=0.9",
+    "communication=topk topk=0": "topk=0: out of range",
+    "communication=topk topk=1.5": "topk=1.5: out of range",
+    "topk=0.1": "topk=0.1 needs communication=topk",
+    "powersgd_rank=4": "powersgd_rank=4 needs communication=powersgd",
+    "communication=powersgd powersgd_rank=0": "powersgd_rank=0: out of range",
+    "communication=int8 dtype=float64": "communication=int8 needs dtype=float32; with float64, use none, topk or",
+    "communication=bf16 dtype=float64": "communication=bf16 needs dtype=float32",
+    "communication=zip": "allowed: none | bf16 | int8 | topk | powersgd",
+    "delay=8": "delay=8 must be less than every=8",
+    "delay=-1": "delay=-1: out of range",
+    "delay=2 momentum_of=averaged": "use momentum_of=own or reset",
+    "momentum_of=averaged optim.momentum=0": "momentum_of=averaged requires optim.momentum",
+}
+
+
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused(settings: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         config.load_config(Config, settings.split(), {})

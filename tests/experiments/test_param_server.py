@@ -23,7 +23,7 @@ from common.runs.folder import MODEL_FILE, RunFolder, read_json
 from common.system import seeds
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
-from tests.harness.commands.processes import FinishedRun, run_experiment
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.elastic.faulty_runs import list_world_changes, train_and_compare, train_on_one_rank
 from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.experiments.registry import ENTRY_BY_NAME
@@ -38,7 +38,7 @@ Logs = list[list[dict[str, Any]]]
 
 
 @pytest.fixture
-def recorded(quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+def recorded(quick: Settings, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     """An asynchronous run whose servers recorded their events."""
     settings = ("mode=async", "model=mlp", "record=true", "compare=true")
     return run_experiment_once(tmp_path_factory, "async", "param_server", *quick, *SPREAD, *settings)
@@ -93,7 +93,6 @@ def flatten_mlp(state: dict[str, Tensor]) -> Tensor:
 
 
 def test_recorded_pushes_are_replayed_to_the_bit(recorded: FinishedRun) -> None:
-    assert recorded.returncode == 0, recorded.stderr
     folder = recorded.folder
     logs = read_logs(folder)
     for log in logs:
@@ -122,7 +121,6 @@ def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Finishe
 def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun, tmp_path: Path) -> None:
     folder = copy_as_interrupted(recorded.folder, SAVED_STEP, tmp_path)
     completed = resume_run(ENTRY_BY_NAME["param_server"], folder)
-    assert completed.returncode == 0, completed.stderr
     assert f"resumed from step {SAVED_STEP}" in completed.stdout
     assert list_trained_steps(folder) == list(range(1, STEPS + 1))
     for log in read_logs(folder, attempt=1):
@@ -131,10 +129,9 @@ def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun,
 
 
 @pytest.mark.parametrize("bound", [0, 1])
-def test_the_staleness_stays_within_its_bound(bound: int, quick: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_staleness_stays_within_its_bound(bound: int, quick: Settings, tmp_path: Path) -> None:
     settings = ("mode=bounded", f"staleness={bound}", "model=mlp", "plot=false")
     completed = run_experiment("param_server", *quick, *SPREAD, *settings, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     assert completed.result["staleness_most"] <= bound
     assert completed.result["pushes"] == [WORKERS * STEPS] * SERVERS
     for row in completed.folder.read_metrics():

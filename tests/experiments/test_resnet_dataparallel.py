@@ -25,7 +25,8 @@ from common.techniques.data_parallel import device_report, single_process_baseli
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
-from tests.harness.commands.processes import FinishedRun, run_experiment
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
+from tests.harness.commands.refusals import expect_refusal
 from tests.harness.parity.cases import train_cases
 from tests.harness.parity.dataparallel_cases import train_run
 from tests.harness.parity.reference import differences
@@ -73,21 +74,19 @@ def check_that_data_parallel_was_not_used(completed: FinishedRun) -> None:
     assert not result["compare"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ("strategy=data_parallel sync_batchnorm=true", ["sync_batchnorm", "several processes", "strategy=ddp"]),
-        ("strategy=single processes_per_node=2", ["processes_per_node", "strategy=ddp"]),
-        ("strategy=data_parallel launch.nodes=2", ["launch.nodes", "strategy=ddp"]),
-        ("functional=true", ["functional=true applies to data_parallel only"]),
-        ("batch=63", ["batch=63", "2 ranks", "batch=62 or 64"]),
-    ],
-)
-def test_invalid_settings_are_refused(settings: str, parts: list[str]) -> None:
-    with pytest.raises(UserError) as caught:
+INVALID_SETTINGS = {
+    "strategy=data_parallel sync_batchnorm=true": "sync_batchnorm ... several processes ... strategy=ddp",
+    "strategy=single processes_per_node=2": "processes_per_node ... strategy=ddp",
+    "strategy=data_parallel launch.nodes=2": "launch.nodes ... strategy=ddp",
+    "functional=true": "functional=true applies to data_parallel only",
+    "batch=63": "batch=63 ... 2 ranks ... batch=62 or 64",
+}
+
+
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
+def test_invalid_settings_are_refused(settings: str, message: str) -> None:
+    with expect_refusal(message):
         config.load_config(Config, settings.split(), {})
-    for part in parts:
-        assert part in str(caught.value), caught.value
 
 
 def test_samples_per_device_depend_on_the_strategy() -> None:
@@ -111,11 +110,10 @@ def test_only_data_parallel_is_called_as_a_function(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it(
-    digits: tuple[str, ...], tmp_path: Path
+    digits: Settings, tmp_path: Path
 ) -> None:
     settings = ("compare=false", "loss_every=10", "data.train_limit=240", "epochs=2", "steps=25", "profile=4")
     completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     printed = [float(number) for number in re.findall(r"running loss (\d+\.\d+)", completed.stdout)]
     expected = [fmean(completed.losses[:10]), fmean(completed.losses[15:20])]  # an epoch has 15 steps
     assert printed == pytest.approx(expected, abs=6e-4)
@@ -131,9 +129,8 @@ def test_the_running_loss_is_the_mean_of_the_losses_and_steps_do_not_wait_for_it
     assert len(waits_between_losses) < 4, "a loop that prints each loss waits in every step"
 
 
-def test_the_compared_strategies_take_turns_and_are_drawn(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_compared_strategies_take_turns_and_are_drawn(digits: Settings, tmp_path: Path) -> None:
     completed = run_experiment("resnet_dataparallel", *digits, *SMALL, "launch.device=cpu", "steps=15", runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     result = completed.result
     assert list(result["compare"]) == ["single, 1 thread", "single, 2 threads", "ddp"]
     for rates in result["compare"].values():
@@ -169,7 +166,6 @@ def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_pa
     images = ("data.name=imagefolder", f"data.root={tmp_path}", f"data.cache={tmp_path / 'sets'}", "data.image_size=8")
     settings = ("launch.device=cpu", "batch=64", "epochs=2")
     completed = run_experiment("resnet_dataparallel", *images, *SMALL, *settings, runs=tmp_path / "runs")
-    assert completed.returncode == 0, completed.stderr
     assert completed.result["state"] == "finished"
     assert completed.result["compare"] == {}
     assert len(completed.losses) == 2
@@ -179,10 +175,9 @@ def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_pa
     )
 
 
-def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_sweep_runs_each_strategy(digits: Settings, tmp_path: Path) -> None:
     settings = ("launch.device=cpu", "sweep=true", "repeats=1", "steps=15")
     completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)
-    assert completed.returncode == 0, completed.stderr
     (folder,) = (tmp_path / "sweeps").iterdir()
     cells = read_json(folder / "sweep.json")["cells"]
     assert [cell["values"]["strategy"] for cell in cells] == ["single", "ddp"]
@@ -192,7 +187,7 @@ def test_a_sweep_runs_each_strategy(digits: tuple[str, ...], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("gpus", "strategies", "device"),
+    "gpus, strategies, device",
     [(0, ["single", "ddp"], None), (1, ["single", "ddp"], "cpu"), (2, ["single", "data_parallel", "ddp"], None)],
 )
 def test_a_sweep_compares_on_one_kind_of_device(gpus: int, strategies: list[str], device: str | None) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from common.models import model_file
 from common.runs import progress
 from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import trained_model
-from tests.harness.commands import in_process_calls
-from tests.harness.commands.processes import run_experiment
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.exit_status import Completed
+from tests.harness.commands.processes import make_environment, run_experiment
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import REPLICATED_ENTRY, TRAINING_ENTRIES, Entry
 from tests.harness.runs.resuming import resume_run
@@ -37,8 +36,8 @@ assert not {"common", "torch"} & set(sys.modules)
 """
 
 
-def evaluate(folder: RunFolder, *options: str) -> subprocess.CompletedProcess[str]:
-    return in_process_calls.call_verb("evaluate", *options, "--", str(folder.path))
+def evaluate(folder: RunFolder, *options: str, status: int = 0) -> Completed:
+    return in_process_calls.call_verb("evaluate", *options, "--", str(folder.path), status=status)
 
 
 def copy(folder: RunFolder, target: Path) -> RunFolder:
@@ -63,17 +62,10 @@ def read_last_checkpoint(folder: RunFolder) -> dict[str, torch.Tensor]:
     return rank_file.read_full_model(newest)
 
 
-def check_refusal(command: subprocess.CompletedProcess[str], message: str) -> None:
-    assert command.returncode == 2, command
-    assert message in command.stderr
-    assert "Traceback" not in command.stderr
-
-
 @every
 def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: GetRun) -> None:
     folder = finished(entry).folder
     completed = evaluate(folder)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
     assert not completed.stderr, completed.stdout + completed.stderr
     correct = round(folder.result["scores"]["test_accuracy"] * 333)
     assert f"correct     {correct} of 333" in completed.stdout
@@ -84,8 +76,7 @@ def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: 
 def test_the_model_file_is_read_without_the_project(entry: Entry, finished: GetRun, tmp_path: Path) -> None:
     folder = finished(entry).folder
     command = [sys.executable, "-P", "-c", READ_MODEL, str(folder.path / "model.safetensors")]
-    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-    assert completed.returncode == 0, completed.stderr
+    completed = execution.execute_command(command, cwd=tmp_path, env=make_environment(), real_process=True, status=0)
     arrays = json.loads(completed.stdout)
     checkpoint = read_last_checkpoint(folder)
     model = model_file.build_model(read_model_facts(folder))
@@ -106,11 +97,10 @@ def test_a_changed_model_gives_different_scores(finished_copy: RunFolder) -> Non
     name = next(name for name in state if name.endswith("weight"))
     state[name] = -state[name]
     save_file(state, folder.path / "model.safetensors")
-    assert "is damaged: its checksum differs" in evaluate(folder).stderr
+    assert "is damaged: its checksum differs" in evaluate(folder, status=2).stderr
     digest = hash_file(folder.path / "model.safetensors")
     write_json(folder.path / "model.json", read_model_facts(folder) | {"sha256": digest})
-    completed = evaluate(folder)
-    assert completed.returncode == trained_model.EXIT_DIFFERENT
+    completed = evaluate(folder, status=trained_model.EXIT_DIFFERENT)
     assert "DIFFERENT" in completed.stdout
 
 
@@ -120,35 +110,37 @@ def test_an_evaluation_on_other_samples_is_not_compared(
     monkeypatch.setattr(progress, "LINE_SECONDS", 0)
     folder = finished(REPLICATED_ENTRY).folder
     completed = evaluate(folder, "--args=data.test_limit=100 eval_batch=30")
-    assert completed.returncode == 0
     assert " of 100 (" in completed.stdout
     assert "not compared" in completed.stdout
     progress_lines = [line.split()[1] for line in completed.stdout.splitlines() if line.startswith("evaluation")]
     assert progress_lines[:2] == ["0/100", "25/100"]
     assert progress_lines[-1] == "100/100", "the progress of both shards"
-    completed = evaluate(folder, f"--args=data.name=generated data.samples=200 data.cache={cache}")
-    check_refusal(completed, "the model takes images of shape [28, 28]")
+    completed = evaluate(folder, f"--args=data.name=generated data.samples=200 data.cache={cache}", status=2)
+    assert "the model takes images of shape [28, 28]" in completed.stderr
 
 
-def corrupt_checksum(path: Path) -> None:
-    facts = read_json(path / "model.json")
-    write_json(path / "model.json", facts | {"sha256": "0"})
+DAMAGES = [
+    ("model.json", b"{", "model.json is missing, damaged"),
+    ("model.json", None, "model.json is missing, damaged"),
+    ("model.safetensors", b"x", "is damaged: its checksum differs"),
+    ("model.safetensors", None, "cannot be read: No such file"),
+    ("model.json", b'{"format": 1, "scores": {}}', "is missing, damaged"),
+]
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: (path / "model.json").write_text("{"), "model.json is missing, damaged"),
-        (lambda path: (path / "model.json").unlink(), "model.json is missing, damaged"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"x"), "is damaged: its checksum differs"),
-        (lambda path: (path / "model.safetensors").unlink(), "cannot be read: No such file"),
-        (lambda path: write_json(path / "model.json", {"format": 1, "scores": {}}), "is missing, damaged"),
-        (corrupt_checksum, "checksum"),
-    ],
-)
-def test_damaged_files_are_refused(damage: Callable[[Path], object], message: str, finished_copy: RunFolder) -> None:
-    damage(finished_copy.path)
-    check_refusal(evaluate(finished_copy), message)
+@pytest.mark.parametrize("name, content, message", DAMAGES)
+def test_damaged_files_are_refused(name: str, content: bytes | None, message: str, finished_copy: RunFolder) -> None:
+    file = finished_copy.path / name
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    assert message in evaluate(finished_copy, status=2).stderr
+
+
+def test_weights_with_another_checksum_than_recorded_are_refused(finished_copy: RunFolder) -> None:
+    file = finished_copy.path / "model.json"
+    write_json(file, read_json(file) | {"sha256": "0"})
+    assert "checksum" in evaluate(finished_copy, status=2).stderr
 
 
 def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:
@@ -163,12 +155,11 @@ def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:
         ({"arguments": None}, f"lacks the constructor arguments of {facts['class']}; add them"),
     ):
         write_json(folder.path / "model.json", facts | changes)
-        completed = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder.path))
-        check_refusal(completed, message)
+        completed = in_process_calls.call_verb("export", "--format=torch.export", "--", str(folder.path), status=2)
+        assert message in completed.stderr
         assert completed.stderr.count("\n") == 1, completed.stderr
-    assert message in evaluate(folder).stderr
+    assert message in evaluate(folder, status=2).stderr
     completed = in_process_calls.call_verb("export", "--", str(folder.path))
-    assert completed.returncode == 0, completed.stderr
     assert str(folder.path / "model.safetensors") in completed.stdout
 
 
@@ -176,10 +167,10 @@ def test_a_run_that_did_not_finish_has_no_model(finished_copy: RunFolder) -> Non
     path = finished_copy.path
     for name in ("model.safetensors", "model.json", "result.json"):
         (path / name).unlink()
-    check_refusal(evaluate(finished_copy), "has no model.safetensors yet: the run has not finished")
+    assert "has no model.safetensors yet: the run has not finished" in evaluate(finished_copy, status=2).stderr
     write_json(path / "result.json", {"format": 2, "state": "failed", "exit_status": 1, "reason": "a bug"})
     remedy = f"find the cause with make doctor RUN={path}, then resume with make exp RESUME={path}"
-    check_refusal(evaluate(finished_copy), f"the run failed; {remedy}")
+    assert f"the run failed; {remedy}" in evaluate(finished_copy, status=2).stderr
 
 
 def test_a_model_is_evaluated_with_the_settings_of_the_newest_attempt(finished_copy: RunFolder) -> None:
@@ -187,13 +178,12 @@ def test_a_model_is_evaluated_with_the_settings_of_the_newest_attempt(finished_c
     changes = folder.path / "attempts/0001/changed.json"
     write_json(changes, {"data.test_limit": ["333", "100"]})
     completed = evaluate(folder)
-    assert completed.returncode == 0
     assert " of 100 " in completed.stdout
     assert "not compared" in completed.stdout
     changes.write_text('{"data.test_limit": 3}')
-    check_refusal(evaluate(folder), "changed.json is damaged, so the settings of its attempt are unknown")
-    check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), "changed.json is damaged")
-    check_refusal(resume_run(REPLICATED_ENTRY, folder, "steps=50"), "changed.json is damaged")
+    assert "changed.json is damaged, so the settings of its attempt are unknown" in evaluate(folder, status=2).stderr
+    assert "changed.json is damaged" in in_process_calls.call_verb("rerun", "--", str(folder.path), status=2).stderr
+    assert "changed.json is damaged" in resume_run(REPLICATED_ENTRY, folder, "steps=50", status=2).stderr
 
 
 def test_the_scores_of_another_device_are_not_compared(finished_copy: RunFolder) -> None:
@@ -202,10 +192,9 @@ def test_the_scores_of_another_device_are_not_compared(finished_copy: RunFolder)
     assert facts["device"] == "cpu"
     facts["scores"]["test_loss"] *= 1.001
     write_json(folder.path / "model.json", facts)
-    assert evaluate(folder).returncode == trained_model.EXIT_DIFFERENT
+    evaluate(folder, status=trained_model.EXIT_DIFFERENT)
     write_json(folder.path / "model.json", facts | {"device": "cuda"})
     completed = evaluate(folder)
-    assert completed.returncode == 0
     assert "the run was evaluated on cuda, which rounds differently" in completed.stdout
 
 
@@ -217,19 +206,17 @@ def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder
     folder = finished_copy
     resume_command = ("exp", f"--resume={folder.path}", "--launch=local")
     for completed in (resume_run(REPLICATED_ENTRY, folder), in_process_calls.call_verb(*resume_command)):
-        assert completed.returncode == 0
         assert f'make exp RESUME={folder.path.name} ARGS="steps=80"' in completed.stdout
     completed = resume_run(REPLICATED_ENTRY, folder, "steps=40")
-    assert completed.returncode == 0
     assert "is finished" in completed.stdout
 
     message = f"{folder.path.name} is finished: optim.lr 0.02 -> 5.0 has no effect; increase steps"
-    check_refusal(resume_run(REPLICATED_ENTRY, folder, "optim.lr=5"), message)
-    check_refusal(in_process_calls.call_verb(*resume_command, "--args=optim.lr=5"), message)
+    assert message in resume_run(REPLICATED_ENTRY, folder, "optim.lr=5", status=2).stderr
+    assert message in in_process_calls.call_verb(*resume_command, "--args=optim.lr=5", status=2).stderr
     with open(folder.path / "config.yaml") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # like another process that runs it
-        completed = resume_run(REPLICATED_ENTRY, folder, "steps=50")
-    check_refusal(completed, "already running or being started on this machine; wait for it")
+        completed = resume_run(REPLICATED_ENTRY, folder, "steps=50", status=2)
+    assert "already running or being started on this machine; wait for it" in completed.stderr
     assert len(folder.list_attempts()) == 1
 
 
@@ -237,7 +224,6 @@ def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) ->
     folder = finished_copy
     losses_before = read_losses(folder)
     completed = resume_run(REPLICATED_ENTRY, folder, "steps=50")
-    assert completed.returncode == 0, completed.stderr
     assert "extending the run after step 40; the learning rate schedule now covers 50 steps" in completed.stdout
     assert (folder.path / "model.safetensors").stat().st_mode & 0o777 == folder.path.stat().st_mode & 0o666
     assert read_json(folder.path / "attempts/0002/heartbeat-1.json")["step"] == 50
@@ -249,23 +235,23 @@ def test_a_finished_run_is_extended(finished_copy: RunFolder, tmp_path: Path) ->
     assert losses[:40] == losses_before
     assert [row["global_step"] for row in folder.read_metrics() if "test_loss" in row] == [40, 50]
     assert read_model_facts(folder)["step"] == 50
-    assert evaluate(folder).returncode == 0
+    evaluate(folder)
     completed = resume_run(REPLICATED_ENTRY, folder)
-    assert completed.returncode == 0
     assert 'ARGS="steps=100"' in completed.stdout, "twice the new number of steps"
 
     message = "was resumed with different settings (steps 40 -> 50)"
-    check_refusal(in_process_calls.call_verb("rerun", "--", str(folder.path)), message)
+    assert message in in_process_calls.call_verb("rerun", "--", str(folder.path), status=2).stderr
     arguments = ("--config", str(folder.path / "config.yaml"))
-    repeated = run_experiment(REPLICATED_ENTRY.name, *arguments, runs=tmp_path / "again")
-    assert repeated.returncode == 2
+    repeated = run_experiment(REPLICATED_ENTRY.name, *arguments, runs=tmp_path / "again", status=2)
     assert "different settings (steps 40 -> 50), so a single run cannot repeat it" in repeated.stderr
     assert not (tmp_path / "again").exists()
 
     for checkpoint in storage.list_resumable_checkpoints(folder):
         shutil.rmtree(checkpoint.path)
-    check_refusal(resume_run(REPLICATED_ENTRY, folder, "steps=60"), "the checkpoint of its last step (50) is missing")
+    assert (
+        "the checkpoint of its last step (50) is missing"
+        in resume_run(REPLICATED_ENTRY, folder, "steps=60", status=2).stderr
+    )
     completed = resume_run(REPLICATED_ENTRY, folder)
-    assert completed.returncode == 0
     assert "is finished" in completed.stdout
     assert "train on" not in completed.stdout

@@ -38,9 +38,8 @@ RESUMABLE = [(2, 5), (2, 4), (2, 3), (1, 2), (1, 1)]  # attempt and step, the be
 def make_state(attempt: int, step: int, rank: int) -> CheckpointState:
     """Return a state whose values are unique to attempt, step and rank."""
     value = torch.full((4,), attempt * 1e4 + step * 100 + rank)
-    return CheckpointState(
-        {f"w{rank}": value}, {f"w{rank}": {"m": -value}}, {"id": f"{attempt}/{step}"}, {"mine": value}
-    )
+    name = f"w{rank}"
+    return CheckpointState({name: value}, {name: {"m": -value}}, {"id": f"{attempt}/{step}"}, {"mine": value})
 
 
 def list_checkpoint_paths(run_path: Path, checkpoints: Iterable[tuple[int, int]]) -> list[Path]:

@@ -19,6 +19,7 @@ from common.system.exit_status import EXIT_RESUMABLE
 from tests.harness.commands.execution import Command, kill_session
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
+    Settings,
     find_processes,
     get_only_run,
     make_environment,
@@ -64,7 +65,7 @@ def hide_process(folder: RunFolder) -> None:
 
 @pytest.mark.parametrize("without", ["", "attempts"], ids=["attempts", "no attempts"])
 def test_an_attempt_that_was_frozen_stops_if_another_one_took_over(
-    tmp_path: Path, digits: tuple[str, ...], without: str
+    tmp_path: Path, digits: Settings, without: str
 ) -> None:
     """As a disconnected host: the scheduler considers it dead and starts the run on another one."""
     settings = (*digits, *LENGTH, *SAVING)
@@ -97,7 +98,7 @@ def test_an_attempt_that_was_frozen_stops_if_another_one_took_over(
 
 
 @pytest.mark.parametrize("without", ["", "vote"], ids=["vote", "no vote"])
-def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: tuple[str, ...], without: str) -> None:
+def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: Settings, without: str) -> None:
     timeout = 4.0
     settings = (*digits, "epochs=1000", "steps=0", f"launch.step_timeout={timeout}", "log.seconds=0.1")
     saving = ("checkpoint.every_seconds=0", "checkpoint.grace=30", "transport=network")

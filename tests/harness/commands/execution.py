@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from tests.harness.commands.exit_status import check_status
 from tests.harness.repository import ROOT
 
 STARTUP_VARIABLE_PREFIXES = (  # of variables that are read when an interpreter or a library starts
@@ -235,19 +236,18 @@ def execute_command(
     timeout: float = 120,
     real_process: bool = False,
     root: Path = ROOT,
-    check: bool = False,
+    status: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, like subprocess.run with captured text."""
+    """Run a command to its end, like subprocess.run with captured text, and check its exit status, if not None."""
     command = Command(argv, env=env, cwd=cwd, new_session=True, real_process=real_process, root=root)
     try:
-        status = command.wait(timeout)
+        returncode = command.wait(timeout)
     except BaseException:
         kill_session(command.pid)
         command.wait(10)
         raise
-    completed = subprocess.CompletedProcess(list(argv), status, command.stdout, command.stderr)
-    if check:
-        completed.check_returncode()
+    completed = subprocess.CompletedProcess(list(argv), returncode, command.stdout, command.stderr)
+    check_status(completed, status)
     return completed
 
 

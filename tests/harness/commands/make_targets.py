@@ -51,4 +51,4 @@ def take_null_separated(file: Path) -> list[str]:
 
 def call_target(folder: Path, *make_arguments: str) -> subprocess.CompletedProcess[str]:
     """Call the command that a target executes, in the folder of the Makefile."""
-    return in_process_calls.call_verb(*record_slurm_arguments(folder, *make_arguments), cwd=folder)
+    return in_process_calls.call_verb(*record_slurm_arguments(folder, *make_arguments), cwd=folder, status=None)

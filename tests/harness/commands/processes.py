@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 from common.config import config, config_keys
@@ -16,6 +17,9 @@ from common.runs.folder import RunFolder
 from common.runs.result import parse_result
 from tests.harness.commands import execution, forked_process
 from tests.harness.repository import ROOT
+
+Settings = tuple[str, ...]
+"""Settings of a run, each `key=value`."""
 
 WAIT_TIMEOUT = 200.0
 """Seconds for which tests wait: longer than a busy machine needs, and shorter than endless runs."""
@@ -101,12 +105,30 @@ def make_run_command(name: str, *settings: str, runs: Path) -> list[str]:
 
 
 def run_experiment(
-    name: str, *settings: str, runs: Path, timeout: float = 120, real_process: bool = False, **env: Any
+    name: str,
+    *settings: str,
+    runs: Path,
+    timeout: float = 120,
+    real_process: bool = False,
+    status: int | None = 0,
+    **env: Any,
 ) -> FinishedRun:
-    """Execute the script of an experiment until it exits, as a real process or as a fork of the fork server."""
+    """Execute the script of an experiment until it exits, as a real process or as a fork of the fork server.
+
+    Its exit status is checked, unless `status` is None.
+    """
     argv = make_run_command(name, *settings, runs=runs)
-    process = execution.execute_command(argv, env=make_environment(**env), timeout=timeout, real_process=real_process)
+    environment = make_environment(**env)
+    process = execution.execute_command(
+        argv, env=environment, timeout=timeout, real_process=real_process, status=status
+    )
     return FinishedRun(process.returncode, process.stdout, process.stderr, runs)
+
+
+def execute_verb(*arguments: str, env: dict[str, str] | None = None, **options: Any) -> CompletedProcess[str]:
+    """Execute `python -m slurm` with these arguments. The other options are those of execution.execute_command."""
+    argv = [sys.executable, "-m", "slurm", *arguments]
+    return execution.execute_command(argv, env=make_environment() if env is None else env, **options)
 
 
 def find_processes(marker: str) -> list[int]:

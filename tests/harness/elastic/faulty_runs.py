@@ -25,19 +25,13 @@ SMALL_RUN_SETTINGS = (
 )
 
 
-def train_with_faults(faults: str, *settings: str, runs: Path, name: str = "ddp_multinode") -> FinishedRun:
-    """Train with `faults` as described in tests/harness/elastic/faults.py."""
-    command = [
-        sys.executable,
-        "-m",
-        "tests.harness.elastic.faults",
-        name,
-        faults,
-        f"runs={runs}",
-        *SMALL_RUN_SETTINGS,
-        *settings,
-    ]
-    process = execution.execute_command(command, env=make_environment(), timeout=120)
+def train_with_faults(
+    faults: str, *settings: str, runs: Path, name: str = "ddp_multinode", status: int | None = 0
+) -> FinishedRun:
+    """Train with `faults` as described in tests/harness/elastic/faults.py, and check the exit status, if not None."""
+    script = [sys.executable, "-m", "tests.harness.elastic.faults", name, faults]
+    command = [*script, f"runs={runs}", *SMALL_RUN_SETTINGS, *settings]
+    process = execution.execute_command(command, env=make_environment(), timeout=120, status=status)
     return FinishedRun(process.returncode, process.stdout, process.stderr, runs)
 
 
@@ -58,12 +52,12 @@ def train_and_compare(
     The losses of such a run are checked. Then another run is trained, because it has not lost the ranks of `faults`.
     """
     for number in range(MAX_TRIES):
-        process = train_with_faults(faults, *settings, runs=runs / str(number), name=name)
+        process = train_with_faults(faults, *settings, runs=runs / str(number), name=name, status=None)
         log_files = process.folder.path.glob("attempts/*/logs/rank-*.log")
         logs = [file.read_text() for file in log_files]
         is_stuck = ":block" not in faults and any(STUCK_REASON in log for log in logs)
         if is_stuck and EndReason.SHARD_LOST.value in process.stderr:
-            resumed = resume_run(ENTRY_BY_NAME[name], process.folder)
+            resumed = resume_run(ENTRY_BY_NAME[name], process.folder, status=None)
             assert resumed.returncode == 0, (faults, resumed.stderr, logs)
         else:
             assert process.returncode == 0, (faults, process.stderr, logs)

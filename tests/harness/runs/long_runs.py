@@ -90,6 +90,17 @@ def check_stop_request(entry: Entry, number: signal.Signals, quick: tuple[str, .
         assert not find_processes(str(runs))
 
 
+def check_killed_rank(process: Command, runs: Path) -> None:
+    """Kill rank 1 in training. The run ends, names it, and leaves no process."""
+    os.kill(list_rank_pids(process)[1], signal.SIGKILL)
+    _, err = process.communicate(WAIT_TIMEOUT)
+    assert process.returncode == 128 + signal.SIGKILL, err
+    assert "error: rank 1 (pid" in err, err
+    assert "killed by SIGKILL" in err, err
+    assert "Traceback" not in err, err
+    assert not find_processes(str(runs))
+
+
 def check_hanging_rank(entry: Entry, quick: tuple[str, ...], runs: Path, seconds: int = 5) -> None:
     """Stop the process of rank 1. The run ends and names this rank, and the log of rank 0 shows where it waited."""
     settings = (*quick, *entry.make_rank_settings(2), *ENDLESS_SETTINGS, f"launch.step_timeout={seconds}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import yaml
 
 from common.runs.folder import read_json, write_json
-from tests.harness.commands import execution
+from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import make_environment
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
@@ -32,10 +32,15 @@ def write_grid(folder: Path, cache: Path, **grid: Any) -> Path:
     return file
 
 
-def run_sweep(file: Path, *options: str, real_process: bool = False) -> subprocess.CompletedProcess[str]:
-    """Execute `slurm sweep`, as a real process or as a fork of the fork server. Each run is a separate process."""
+def run_sweep(file: Path, *options: str, real_process: bool = False, status: int = 0) -> Completed:
+    """Execute `slurm sweep`, as a real process or as a fork of the fork server, and check its exit status.
+
+    Each run is a separate process.
+    """
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", *options, "--", str(file)]
-    return execution.execute_command(argv, env=make_environment(), timeout=200, real_process=real_process)
+    return execution.execute_command(
+        argv, env=make_environment(), timeout=200, real_process=real_process, status=status
+    )
 
 
 def read_cells(file: Path) -> list[dict[str, Any]]:
@@ -43,6 +48,21 @@ def read_cells(file: Path) -> list[dict[str, Any]]:
     sweep_folder = file.parent / "runs" / "sweeps" / "rates"
     sweep_record = read_json(sweep_folder / "sweep.json")
     return list(sweep_record["cells"])
+
+
+def check_failed_point_is_repeated(file: Path, failed_run: str) -> list[dict[str, Any]]:
+    """Run the failed second point of a sweep again, which diverges again; return the cells of the sweep."""
+    repeated = run_sweep(file, "--failed=1", status=1)
+    assert "1 to run now" in repeated.stdout, repeated.stdout + repeated.stderr
+    _, failed, *_ = read_cells(file)
+    assert failed["state"] == "failed", "the point diverges again"
+    assert failed["earlier"] == [failed_run]
+    assert failed["run"] != failed_run
+    runs_folder = file.parent / "runs"
+    compared = in_process_calls.call_verb("compare", f"--runs-folder={runs_folder}", "--sweep=rates", "--json=1")
+    for cell in read_cells(file):
+        assert cell["run"] in compared.stdout
+    return read_cells(file)
 
 
 def write_interrupted_sweep(folder: Path, points: list[dict[str, str]], *states: str) -> list[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,11 @@ from configs.shared import TrainingExperiment
 
 FIRST_START_TIME = 1_790_000_000.0  # start time of run 0, in seconds since 1970
 SECONDS_BETWEEN_RUNS = 3600.0
+
+
+def write_rows(attempt: RunFolder, rows: Iterable[dict[str, Any]]) -> None:
+    """Write the rows of an attempt's metrics."""
+    attempt.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @dataclasses.dataclass

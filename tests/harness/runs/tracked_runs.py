@@ -124,6 +124,14 @@ def read_offline_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
+def write_failing_wandb(folder: Path, statements: str = "") -> str:
+    """Write a package `wandb` whose import fails after some statements; return the PYTHONPATH that finds it."""
+    fake = folder / "fake" / "wandb" / "__init__.py"
+    fake.parent.mkdir(parents=True, exist_ok=True)
+    fake.write_text(f"{statements}raise OSError(28, 'No space left on device')\n")
+    return os.pathsep.join([str(folder / "fake"), os.environ.get("PYTHONPATH", "")])
+
+
 def kill_tracked_rank(
     rank: int, settings: tuple[str, ...], target_folder: Path, seconds: float
 ) -> tuple[execution.Command, RunFolder, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 from slurm.__main__ import main as slurm_main
 from slurm.scheduling import scheduler
 from tests.harness.commands import execution, in_process_calls
+from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import make_environment
 from tests.harness.repository import ROOT
 
@@ -48,23 +48,25 @@ class FakeSlurm:
 
 
 def execute_module(
-    fake: FakeSlurm, module: str, *arguments: str, source: Path = ROOT, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Execute a module of the sources in the folder `source`, by default of this checkout."""
+    fake: FakeSlurm, module: str, *arguments: str, source: Path = ROOT, status: int | None = 0, **env: str
+) -> Completed:
+    """Execute a module of the sources in the folder `source`, by default of this checkout.
+
+    Its exit status is checked, unless `status` is None.
+    """
     command = [sys.executable, "-m", module, *arguments]
-    return execution.execute_command(
-        command, cwd=source, env=fake.make_environment(PYTHONPATH=str(source), **env), timeout=60
-    )
+    variables = fake.make_environment(PYTHONPATH=str(source), **env)
+    return execution.execute_command(command, cwd=source, env=variables, timeout=60, status=status)
 
 
 def call_main(
-    fake: FakeSlurm, main: Callable[[list[str]], int], *arguments: str, **env: str
-) -> subprocess.CompletedProcess[str]:
+    fake: FakeSlurm, main: Callable[[list[str]], int], *arguments: str, status: int | None = 0, **env: str
+) -> Completed:
     """Call the main() of a command in this process, without cached outputs of SLURM. This is faster than a fork."""
     with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
-        return in_process_calls.call_main(main, *arguments, cwd=ROOT, **fake.make_environment(**env))
+        return in_process_calls.call_main(main, *arguments, cwd=ROOT, status=status, **fake.make_environment(**env))
 
 
-def call_slurm(fake: FakeSlurm, *arguments: str) -> subprocess.CompletedProcess[str]:
+def call_slurm(fake: FakeSlurm, *arguments: str, status: int | None = 0) -> Completed:
     """Call a verb of `python -m slurm` that starts no other process in this process."""
-    return call_main(fake, slurm_main, *arguments)
+    return call_main(fake, slurm_main, *arguments, status=status)

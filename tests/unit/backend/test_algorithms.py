@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -23,7 +22,9 @@ from common.backend.algorithms import (
 )
 from common.backend.algorithms.moves import Algorithm, Move, compute_chunk_bounds
 from common.system.errors import UserError
-from tests.harness.repository import ROOT
+from tests.harness.commands import execution
+from tests.harness.commands.exit_status import Completed
+from tests.harness.commands.processes import make_environment
 
 SIZES = (*range(1, 9), 16)
 
@@ -102,7 +103,7 @@ def test_bytes_match_the_formulas(size: int) -> None:
     assert tree_bytes[0] == ceil(log2(size)) * nbytes
 
 
-@pytest.mark.parametrize(("host_count", "ranks_per_host"), [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
+@pytest.mark.parametrize("host_count, ranks_per_host", [(1, 4), (2, 2), (4, 2), (3, 3), (2, 8)])
 def test_two_level_sends_as_little_between_hosts_as_a_ring_of_hosts(host_count: int, ranks_per_host: int) -> None:
     size = host_count * ranks_per_host
     hosts = [rank % host_count for rank in range(size)]  # neighboring ranks are on different hosts
@@ -191,20 +192,25 @@ def build_ring_of_full_vectors(kind: str) -> list[list[tuple[str, int, int]]]:
     return [2 * [("send", 0, (rank + 1) % 3), (kind, 0, (rank - 1) % 3)] for rank in range(3)]
 
 
-def exchange_with(first_peer: int, second_peer: int) -> list[tuple[str, int, int]]:
+def exchange_with(first_peer: int, second_peer: int) -> str:
     """Return the moves of a rank that adds the vector of each peer, in this order."""
-    sends = [("send", 0, first_peer), ("send", 0, second_peer)]
-    return [*sends, ("add", 0, first_peer), ("add", 0, second_peer)]
+    return f"send 0 {first_peer}, send 0 {second_peer}, add 0 {first_peer}, add 0 {second_peer}"
+
+
+def read_moves(text: str) -> list[tuple[Any, ...]]:
+    """Read the moves of a rank, each `kind chunk peer`, or `kind chunk peer count`."""
+    moves = [move.split() for move in text.split(",") if move]
+    return [(kind, *map(int, numbers)) for kind, *numbers in moves]
 
 
 INVALID_PLANS: dict[str, tuple[Any, str]] = {
     "both ranks wait first": (
-        [[("add", 0, 1), ("send", 0, 1)], [("add", 0, 0), ("send", 0, 0)]],
+        ["add 0 1, send 0 1", "add 0 0, send 0 0"],
         "deadlock: rank 0, move 0 (add chunk 0 from rank 1) waits for the message that rank 1 sends in move 1, but "
         "rank 1, move 0 (add chunk 0 from rank 0) comes first and is also waiting (cycle: rank 0 -> rank 1 -> rank 0)",
     ),
     "two of three ranks wait for each other": (
-        [[("add", 0, 1)], [("add", 0, 2), ("send", 0, 0), ("send", 0, 2)], [("add", 0, 1), ("send", 0, 1)]],
+        ["add 0 1", "add 0 2, send 0 0, send 0 2", "add 0 1, send 0 1"],
         "deadlock: rank 1, move 0 (add chunk 0 from rank 2) waits for the message that rank 2 sends in move 1, but "
         "rank 2, move 0 (add chunk 0 from rank 1) comes first and is also waiting (cycle: rank 1 -> rank 2 -> rank 1)",
     ),
@@ -219,36 +225,30 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
         "rank 2, move 3 (add chunk 0 from rank 1) counts the values of rank 1 twice",
     ),
     "a chunk without add": (
-        [
-            [("send", 0, 1), ("send", 2, 1), ("receive", 0, 1)],
-            [("add", 0, 0), ("receive", 2, 0), ("send", 0, 0)],
-        ],
+        ["send 0 1, send 2 1, receive 0 1", "add 0 0, receive 2 0, send 0 0"],
         "rank 0 ends without the values of rank 1 in chunk 1; no move of rank 0 writes this chunk",
     ),
     "wrong chunk": (
-        [[("send", 0, 1), ("send", 1, 1)], [("add", 1, 0), ("add", 0, 0)]],
+        ["send 0 1, send 1 1", "add 1 0, add 0 0"],
         "rank 1, move 0 (add chunk 1 from rank 0) receives the wrong chunk: the next message was sent by rank "
         "0, move 0 (send chunk 0 to rank 1)",
     ),
     "fewer chunks received than sent": (
-        [[("send", 0, 1, 2)], [("add", 0, 0)]],
+        ["send 0 1 2", "add 0 0"],
         "rank 1, move 0 (add chunk 0 from rank 0) receives the wrong chunk: the next message was sent by rank "
         "0, move 0 (send chunks 0-1 to rank 1)",
     ),
     "message to the same rank": (
-        [[("send", 0, 0)], []],
+        ["send 0 0", ""],
         "rank 0, move 0 (send chunk 0 to rank 0): a rank cannot exchange a message with itself",
     ),
-    "unknown peer": (
-        [[], [("send", 0, 2)]],
-        "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the",
-    ),
+    "unknown peer": (["", "send 0 2"], "rank 1, move 0 (send chunk 0 to rank 2): rank 2 does not exist; the"),
     "missing send": (
-        [[("send", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("add", 0, 0)]],
+        ["send 0 1", "add 0 0, send 0 0, add 0 0"],
         "rank 1, move 2 (add chunk 0 from rank 0) waits forever, because rank 0 sends no further message to rank 1",
     ),
     "missing receive": (
-        [[("send", 0, 1), ("receive", 0, 1)], [("add", 0, 0), ("send", 0, 0), ("send", 0, 0)]],
+        ["send 0 1, receive 0 1", "add 0 0, send 0 0, send 0 0"],
         "rank 0 never receives the message of rank 1, move 2 (send chunk 0 to rank 0)",
     ),
     "different orders of addition": (
@@ -257,22 +257,24 @@ INVALID_PLANS: dict[str, tuple[Any, str]] = {
         "chunk on one rank and send the sum to all others (move 3 of rank 2 (add chunk 0 from rank 1) is the last",
     ),
     "unknown kind": (
-        [[("give", 0, 1)], []],
+        ["give 0 1", ""],
         "rank 0, move 0 (give chunk 0 from rank 1): the kind of a move must be send, receive or add",
     ),
-    "negative chunk": ([[("send", -1, 1)], []], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
-    "zero chunks": ([[("send", 0, 1, 0)], []], "the move uses a chunk that does not exist"),
+    "negative chunk": (["send -1 1", ""], "rank 0, move 0 (send chunk -1 to rank 1): the move uses"),
+    "zero chunks": (["send 0 1 0", ""], "the move uses a chunk that does not exist"),
     "too many chunks": ([[("send", 0, 1, 10**12)], []], "a chunk that does not exist; the chunks are 0-65535"),
     "missing rank": ([[]], "the function must return one list of moves per rank (got 1 list for 2 ranks)"),
     "fractional chunk": ([[("send", 0.5, 1)], []], f"interpreted as an integer; {algorithms.USAGE}"),
-    "missing peer": ([[("send", 0)], []], f"'peer'; {algorithms.USAGE}"),
+    "missing peer": (["send 0", ""], f"'peer'; {algorithms.USAGE}"),
     "no plan": (None, f"'NoneType' object is not iterable; {algorithms.USAGE}"),
 }
 
 
-@pytest.mark.parametrize(("plan", "expected"), INVALID_PLANS.values(), ids=INVALID_PLANS)
+@pytest.mark.parametrize("plan, expected", INVALID_PLANS.values(), ids=INVALID_PLANS)
 def test_invalid_plans_are_refused_naming_rank_and_move(tmp_path: Path, plan: Any, expected: str) -> None:
     size = max(2, len(plan or []))
+    if plan:
+        plan = [read_moves(moves) if isinstance(moves, str) else moves for moves in plan]
     with pytest.raises(UserError) as caught:
         build_custom_algorithm(tmp_path, plan, size)
     message = str(caught.value)
@@ -319,20 +321,17 @@ gets     1.5 n      1.5 n      1.5 n      1.5 n
 """
 
 
-def run_drawing(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_drawing(*arguments: str, status: int = 0) -> Completed:
     command = [sys.executable, "-m", "common.backend.algorithms", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return execution.execute_command(command, env=make_environment(), real_process=True, status=status)
 
 
 def test_an_algorithm_is_drawn() -> None:
-    process = run_drawing("ring", "4")
-    assert process.returncode == 0, process.stderr
-    assert process.stdout == RING
+    assert run_drawing("ring", "4").stdout == RING
 
 
 def test_a_refused_drawing_exits_with_status_2_and_no_traceback() -> None:
-    process = run_drawing("ring", "0")
-    assert process.returncode == 2
+    process = run_drawing("ring", "0", status=2)
     assert not process.stdout
     assert process.stderr.startswith("error: argument ranks: expected a number")
     assert process.stderr.count("\n") == 1
@@ -363,18 +362,18 @@ def test_drawings_show_hosts_full_vectors_and_replacements(draw: Draw) -> None:
     assert draw("tree", "1")[0] == "tree: 1 rank, 1 chunk, 0 steps"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "the following arguments are required: algorithm, ranks; usage: python -m common.backend"),
-        ("ring 0", "argument ranks: expected a number from 1 to 64, got '0'; usage: "),
-        ("ring many", "argument ranks: expected a number from 1 to 64, got 'many'; usage: "),
-        ("ring 4 65", "argument each: expected a number from 1 to 64, got '65'; usage: "),
-        ("ring 4 2 1", "unrecognized arguments: 1; usage: "),
-        ("rng 4", "launch.algorithm=rng: expected FILE.py:function or one of ring, "),
-        ("nowhere.py:f 4", "launch.algorithm=nowhere.py:f: there is no file "),
-    ],
-)
+INVALID_ARGUMENTS = {
+    "": "the following arguments are required: algorithm, ranks; usage: python -m common.backend",
+    "ring 0": "argument ranks: expected a number from 1 to 64, got '0'; usage: ",
+    "ring many": "argument ranks: expected a number from 1 to 64, got 'many'; usage: ",
+    "ring 4 65": "argument each: expected a number from 1 to 64, got '65'; usage: ",
+    "ring 4 2 1": "unrecognized arguments: 1; usage: ",
+    "rng 4": "launch.algorithm=rng: expected FILE.py:function or one of ring, ",
+    "nowhere.py:f 4": "launch.algorithm=nowhere.py:f: there is no file ",
+}
+
+
+@pytest.mark.parametrize("arguments, message", INVALID_ARGUMENTS.items())
 def test_invalid_arguments_are_refused_in_one_line(
     draw: Draw, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:

@@ -73,7 +73,7 @@ OUTSIDE_VALIDITY = "is valid from .* to .*, but the clock of .* shows .*; check 
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    "spoil, message",
     [
         (lambda folder: (folder / "key.pem").unlink(), r"cannot load the certificate in .*: No such file or directory"),
         (lambda folder: (folder / "certificate.pem").write_text("x"), "the certificate in .* is damaged"),
@@ -121,15 +121,15 @@ def make_unverifying_context() -> ssl.SSLContext:
     return context
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("plain", "does not speak TLS 1.3"),
-        ("verifying", "does not accept this run's certificate"),
-        ("without certificate", "did not present a certificate"),
-        ("with certificate", "presented a certificate of another run"),
-    ],
-)
+REJECTED_CLIENTS = {
+    "plain": "does not speak TLS 1.3",
+    "verifying": "does not accept this run's certificate",
+    "without certificate": "did not present a certificate",
+    "with certificate": "presented a certificate of another run",
+}
+
+
+@pytest.mark.parametrize("kind, reason", REJECTED_CLIENTS.items())
 def test_clients_of_other_runs_are_rejected(
     kind: str, reason: str, identity: Identity, foreign_folder: Path, tmp_path: Path
 ) -> None:

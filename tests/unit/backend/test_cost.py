@@ -40,7 +40,7 @@ def test_predictions_match_the_closed_formulas(size: int) -> None:
         assert seconds == pytest.approx(formulas[name], rel=1e-9), name
 
 
-@pytest.mark.parametrize(("host_count", "ranks_per_host"), [(1, 4), (2, 2), (2, 4), (4, 2), (3, 3)])
+@pytest.mark.parametrize("host_count, ranks_per_host", [(1, 4), (2, 2), (2, 4), (4, 2), (3, 3)])
 def test_messages_within_a_host_have_a_separate_line(host_count: int, ranks_per_host: int) -> None:
     """Two stars of slices run within a host. Between hosts, one ring per rank of a host shares the host's cable."""
     hosts = [rank // ranks_per_host for rank in range(host_count * ranks_per_host)]
@@ -65,7 +65,7 @@ def test_ranks_of_a_host_share_its_cable() -> None:
     assert predict_seconds(build_algorithm("two_level", 4, hosts), LINES, NBYTES, hosts) < 0.6 * star_seconds
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(1e-4, 1e-9), (0.0, 1e-8), (3e-5, 0.0)])
+@pytest.mark.parametrize("alpha, beta", [(1e-4, 1e-9), (0.0, 1e-8), (3e-5, 0.0)])
 def test_an_exact_line_is_recovered(alpha: float, beta: float) -> None:
     line = fit_message_time_line([(n, alpha + beta * n) for n in (4, 4096, 262_144, 4_000_000, 25_000_000)])
     assert line.alpha == pytest.approx(alpha, rel=1e-6, abs=1e-12)

@@ -13,7 +13,7 @@ from tests.harness.ranks.programs import check_program, execute_launch_case
 
 
 @pytest.mark.parametrize(
-    ("ranks", "transport", "cases"),
+    "ranks, transport, cases",
     [(2, "auto", ("copies", "messages", "time_limits", "asynchronous_calls", "subgroups")), (3, "network", CASES)],
     ids=["2-auto", "3-network"],
 )

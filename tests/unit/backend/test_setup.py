@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.commands.processes import FinishedRun, run_experiment
+from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 
 BUILTIN = "launch.backend=builtin"
 INVALID_ALGORITHMS = """\
@@ -20,15 +20,14 @@ def forget(ranks):
 
 def run_refused(*settings: str, runs: Path, **environment: Any) -> FinishedRun:
     """Run an experiment, and check that it is refused in one line and creates no run."""
-    process = run_experiment("ddp_multinode", *settings, runs=runs, **environment)
-    assert process.returncode == 2, process.stderr
+    process = run_experiment("ddp_multinode", *settings, runs=runs, status=2, **environment)
     assert process.stderr.count("\n") == 1, process.stderr
     assert not runs.exists()
     return process
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    "environment, message",
     [
         ({"PATH": "/nowhere"}, "launch.tls=true requires the openssl program, which "),
         (
@@ -39,28 +38,27 @@ def run_refused(*settings: str, runs: Path, **environment: Any) -> FinishedRun:
     ids=["openssl", "torchrun"],
 )
 def test_unavailable_encryption_is_refused(
-    environment: dict[str, Any], message: str, tmp_path: Path, digits: tuple[str, ...]
+    environment: dict[str, Any], message: str, tmp_path: Path, digits: Settings
 ) -> None:
     process = run_refused(*digits, BUILTIN, "launch.tls=true", runs=tmp_path / "runs", **environment)
     assert process.stderr.startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ((BUILTIN, "launch.device=cuda"), "launch.backend=builtin runs on CPUs only; omit"),
-        (("launch.algorithm=tree",), "launch.algorithm=tree requires launch.backend=builtin; add this setting"),
-        (("launch.tls=true",), "launch.tls=true requires launch.backend=builtin; add this setting"),
-        ((BUILTIN, "launch.algorithm=oak"), "=oak: expected FILE.py:function or one of ring, "),
-        ((BUILTIN, "launch.algorithm={file}:wait"), "custom.py:1: deadlock: rank 0, move 0"),
-        ((BUILTIN, "launch.algorithm={file}:forget"), "ends without the values of rank"),
-    ],
-)
+INVALID_SETTINGS = {
+    f"{BUILTIN} launch.device=cuda": "launch.backend=builtin runs on CPUs only; omit",
+    "launch.algorithm=tree": "launch.algorithm=tree requires launch.backend=builtin; add this setting",
+    "launch.tls=true": "launch.tls=true requires launch.backend=builtin; add this setting",
+    f"{BUILTIN} launch.algorithm=oak": "=oak: expected FILE.py:function or one of ring, ",
+    f"{BUILTIN} launch.algorithm=FILE:wait": "custom.py:1: deadlock: rank 0, move 0",
+    f"{BUILTIN} launch.algorithm=FILE:forget": "ends without the values of rank",
+}
+
+
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
 def test_invalid_settings_are_refused_before_the_run_starts(
-    settings: tuple[str, ...], message: str, tmp_path: Path, digits: tuple[str, ...]
+    settings: str, message: str, tmp_path: Path, digits: Settings
 ) -> None:
     file = tmp_path / "custom.py"
     file.write_text(INVALID_ALGORITHMS)
-    formatted_settings = [setting.format(file=file) for setting in settings]
-    process = run_refused(*digits, *formatted_settings, runs=tmp_path / "runs")
+    process = run_refused(*digits, *settings.replace("FILE", str(file)).split(), runs=tmp_path / "runs")
     assert message in process.stderr

@@ -66,6 +66,58 @@ def test_a_disk_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, mo
     assert (tmp_path / "file").read_bytes() == content
 
 
+def fail_writing(monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
+    """Let each write fail with the next error number, and with the last one after that."""
+    remaining = list(numbers)
+
+    def fail(descriptor: int, chunk: memoryview) -> int:
+        number = remaining.pop(0) if len(remaining) > 1 else remaining[0]
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "write", fail)
+
+
+def test_the_first_of_several_errors_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_writing(monkeypatch, errno.ENOSPC, errno.EIO)
+    with open(tmp_path / "file", "xb", buffering=0) as file, HashingWriter(file) as writer:
+        for _ in range(CHUNKS + 2):
+            writer.write(memoryview(bytes(CHUNK_BYTES)))
+    assert writer.error is not None
+    assert writer.error.errno == errno.ENOSPC
+    assert writer.size < (CHUNKS + 2) * CHUNK_BYTES, "data after the error are ignored"
+
+
+def test_an_invalid_write_is_repeated_only_if_direct_writes_were_enabled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_writing(monkeypatch, errno.EINVAL)
+    with open(tmp_path / "file", "xb", buffering=0) as file, HashingWriter(file) as writer:
+        writer.write(memoryview(b"content"))
+    assert writer.error is not None
+    assert writer.error.errno == errno.EINVAL
+
+
+def test_a_file_whose_padding_cannot_be_removed_has_an_error() -> None:
+    """A character device accepts writes, but cannot be truncated."""
+    with open("/dev/null", "wb", buffering=0) as file, HashingWriter(file) as writer:
+        writer.write(memoryview(b"content"))
+    assert writer.error is not None
+    assert writer.error.errno == errno.EINVAL
+
+
+def test_an_exception_in_the_block_is_raised_and_the_file_is_not_completed(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with (
+        open(file, "xb", buffering=0) as opened,
+        pytest.raises(ValueError, match="of torch"),
+        HashingWriter(opened) as writer,
+    ):
+        writer.write(memoryview(b"content"))
+        raise ValueError("of torch")
+    assert writer.error is None
+    assert file.read_bytes() == b""
+
+
 def test_an_error_is_recorded_and_later_writes_are_discarded() -> None:
     with open("/dev/full", "wb", buffering=0) as file, HashingWriter(file) as writer:
         for _ in range(CHUNKS + 2):

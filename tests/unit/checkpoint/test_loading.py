@@ -32,17 +32,21 @@ def flip_bit(file: Path, position: int) -> None:
     file.write_bytes(content)
 
 
-def rewrite_manifest(run: RunWithCheckpoints, **changes: Any) -> None:
-    """Change the manifest of step 2 and update its checksum."""
-    content = json.loads(run.get_manifest(2).read_text()) | changes
+def rewrite_manifest(manifest: Path, **changes: Any) -> None:
+    """Change a manifest and update its checksum."""
+    content = json.loads(manifest.read_text()) | changes
     content.pop("sha256")
     content["sha256"] = storage.hash_manifest(content)
-    run.get_manifest(2).write_text(json.dumps(content))
+    manifest.write_text(json.dumps(content))
 
 
-def change_step_in_manifest(run: RunWithCheckpoints) -> None:
-    content = run.get_manifest(2).read_text()
-    run.get_manifest(2).write_text(content.replace(": 2,", ": 3,"))
+def list_file_outside(manifest: Path) -> None:
+    rewrite_manifest(manifest, files={"../../x.pt": {"bytes": 1, "sha256": ""}})
+
+
+def change_step_in_manifest(manifest: Path) -> None:
+    content = manifest.read_text()
+    manifest.write_text(content.replace(": 2,", ": 3,"))
 
 
 def replace_by_link(path: Path) -> None:
@@ -74,63 +78,53 @@ class MakeFolderWhenUnpickled:
         return os.mkdir, ("executed",)
 
 
-def plant_program(run: RunWithCheckpoints) -> None:
-    """Replace the file of step 2 by one that executes a function when unpickled; update the manifest."""
-    file = run.get_rank_file(2)
+def plant_program(file: Path) -> None:
+    """Replace the file of rank 0 by one that executes a function when unpickled; update the manifest."""
     torch.save({"model": MakeFolderWhenUnpickled()}, file)
     content = file.read_bytes()
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    rewrite_manifest(run, files={"rank-0.pt": entry})
+    rewrite_manifest(file.with_name("manifest.json"), files={file.name: entry})
 
 
-Damage = Callable[[RunWithCheckpoints], Any]
+Damage = Callable[[Path], object]
 
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "flipped bit": (lambda run: flip_bit(run.get_rank_file(2), 700), "rank-0.pt does not match its checksum"),
-    "truncated": (lambda run: os.truncate(run.get_rank_file(2), 999), "rank-0.pt has 999 bytes instead of"),
-    "empty": (lambda run: os.truncate(run.get_rank_file(2), 0), "rank-0.pt has 0 bytes instead of"),
-    "no file": (lambda run: run.get_rank_file(2).unlink(), "rank-0.pt is missing"),
-    "no manifest": (lambda run: run.get_manifest(2).unlink(), "manifest.json is missing"),
-    "garbage": (lambda run: run.get_manifest(2).write_bytes(b"\xff{"), "manifest.json cannot be read"),
-    "deep garbage": (lambda run: run.get_manifest(2).write_text("[" * 10**6), "manifest.json cannot be read"),
-    "list": (lambda run: run.get_manifest(2).write_text("[1]"), "manifest.json cannot be read"),
-    "changed manifest": (change_step_in_manifest, "manifest.json does not match its checksum"),
-    "newer format": (lambda run: rewrite_manifest(run, format=9), "manifest.json has format 9, but this version"),
-    "file outside": (
-        lambda run: rewrite_manifest(run, files={"../../x.pt": {"bytes": 1, "sha256": ""}}),
-        "does not list exactly one file for each",
-    ),
-    "link": (lambda run: replace_by_link(run.get_rank_file(2)), "rank-0.pt is a symbolic link"),
-    "linked manifest": (lambda run: replace_by_link(run.get_manifest(2)), "manifest.json is a symbolic link"),
-    "linked folder": (
-        lambda run: replace_by_link(run.get_checkpoint(2)),
-        "the checkpoint folder is a symbolic link",
-    ),
-    "pipe": (lambda run: replace_by_pipe(run.get_rank_file(2)), "rank-0.pt is not a regular file"),
-    "file instead of folder": (
-        lambda run: replace_by_file(run.get_checkpoint(2)),
-        "the checkpoint folder: Not a directory",
-    ),
-    "planted program": (plant_program, "rank-0.pt is damaged, or contains data other than tensors"),
+DAMAGED_PATHS: dict[str, tuple[str, Damage, str]] = {
+    "flipped bit": ("rank-0.pt", lambda file: flip_bit(file, 700), " does not match its checksum"),
+    "truncated": ("rank-0.pt", lambda file: os.truncate(file, 999), " has 999 bytes instead of"),
+    "empty": ("rank-0.pt", lambda file: os.truncate(file, 0), " has 0 bytes instead of"),
+    "no file": ("rank-0.pt", Path.unlink, " is missing"),
+    "no manifest": ("manifest.json", Path.unlink, " is missing"),
+    "garbage": ("manifest.json", lambda file: file.write_bytes(b"\xff{"), " cannot be read"),
+    "deep garbage": ("manifest.json", lambda file: file.write_text("[" * 10**6), " cannot be read"),
+    "list": ("manifest.json", lambda file: file.write_text("[1]"), " cannot be read"),
+    "changed manifest": ("manifest.json", change_step_in_manifest, " does not match its checksum"),
+    "newer format": ("manifest.json", lambda file: rewrite_manifest(file, format=9), " has format 9, but this version"),
+    "file outside": ("manifest.json", list_file_outside, " does not list exactly one file for each"),
+    "link": ("rank-0.pt", replace_by_link, " is a symbolic link"),
+    "linked manifest": ("manifest.json", replace_by_link, " is a symbolic link"),
+    "linked folder": ("", replace_by_link, "the checkpoint folder is a symbolic link"),
+    "pipe": ("rank-0.pt", replace_by_pipe, " is not a regular file"),
+    "file instead of folder": ("", replace_by_file, "the checkpoint folder: Not a directory"),
+    "planted program": ("rank-0.pt", plant_program, " is damaged, or contains data other than tensors"),
 }
 
 
-@pytest.mark.parametrize(("damage", "reason"), DAMAGES.values(), ids=DAMAGES)
+@pytest.mark.parametrize("name, damage, reason", DAMAGED_PATHS.values(), ids=DAMAGED_PATHS)
 def test_a_damaged_checkpoint_is_reported_and_the_older_one_is_used(
-    run: RunWithCheckpoints, damage: Damage, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunWithCheckpoints, name: str, damage: Damage, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run.save(1, 2)
-    damage(run)
+    damage(run.get_checkpoint(2) / name)
     assert run.load() == 1
     (message,) = run.messages
     assert message.startswith("ignoring checkpoint step-00000002 of attempt 1: ")
-    assert reason in message
+    assert f"{name}{reason}" in message
     assert not Path("executed").exists(), "the planted program was executed"
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    "name, reason",
     [("", "manifest.json belongs to step 1 of attempt 1"), ("rank-0.pt", "rank-0.pt does not match")],
     ids=["folders", "files"],
 )
@@ -185,7 +179,7 @@ def test_a_file_of_another_step_is_refused_even_with_a_valid_checksum(
 ) -> None:
     run.save(1, 2)
     run.get_rank_file(2).write_bytes(run.get_rank_file(1).read_bytes())
-    rewrite_manifest(run, files=json.loads(run.get_manifest(1).read_text())["files"])
+    rewrite_manifest(run.get_manifest(2), files=json.loads(run.get_manifest(1).read_text())["files"])
     assert run.load() == 1
     assert "rank-0.pt belongs to step 1, attempt 1, rank 0 of 1" in run.messages[0]
 

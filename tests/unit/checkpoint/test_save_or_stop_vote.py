@@ -74,14 +74,14 @@ def test_votes_are_half_a_second_apart_and_the_interval_at_most_quadruples(clock
     assert set(compute_gaps(vote_steps[2:])) == {10}
 
 
-@pytest.mark.parametrize(
-    ("waiting_seconds", "min_gap", "max_gap"),
-    [
-        (0.02, 9, 10),  # a wait of 4 % of half a second
-        (0.07, 22, 28),  # 5 % of 1.4 s
-        (0.3, 30, 40),  # at most 2 s apart
-    ],
-)
+GAPS_BY_WAIT = [
+    (0.02, 9, 10),  # a wait of 4 % of half a second
+    (0.07, 22, 28),  # 5 % of 1.4 s
+    (0.3, 30, 40),  # at most 2 s apart
+]
+
+
+@pytest.mark.parametrize("waiting_seconds, min_gap, max_gap", GAPS_BY_WAIT)
 def test_votes_are_rarer_if_ranks_wait_long_for_each_other(
     clock: Clock, waiting_seconds: float, min_gap: int, max_gap: int
 ) -> None:

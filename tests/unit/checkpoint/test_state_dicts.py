@@ -87,7 +87,7 @@ def test_a_pipeline_stage_loads_its_part_of_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "message"), [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no tensor running_mean")]
+    "module, message", [(nn.Linear(2, 3), "shape"), (nn.BatchNorm1d(2), "has no tensor running_mean")]
 )
 def test_the_state_of_another_model_is_refused(module: nn.Module, message: str) -> None:
     tensors = state_dicts.gather_full_tensors(nn.Linear(2, 2).named_parameters())

@@ -56,16 +56,16 @@ def test_a_request_to_choose_again_is_refused(run_with_choices: Path, arguments:
         load_config(Config, ["--resume", str(run_with_choices), *arguments], {})
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["split=[fc2]"],
-        ["stages=1", "split=[]"],
-        ["balance=parameters", "split=[]"],
-        ["balance=time"],
-        ["log.level=debug"],
-    ],
-)
+ACCEPTED_ARGUMENTS = [
+    ["split=[fc2]"],
+    ["stages=1", "split=[]"],
+    ["balance=parameters", "split=[]"],
+    ["balance=time"],
+    ["log.level=debug"],
+]
+
+
+@pytest.mark.parametrize("arguments", ACCEPTED_ARGUMENTS)
 def test_other_settings_are_accepted_after_a_choice(run_with_choices: Path, arguments: list[str]) -> None:
     load_config(Config, ["--resume", str(run_with_choices), *arguments], {})
 
@@ -137,18 +137,18 @@ def test_changes_of_the_communication_are_kept_and_those_of_the_launch_are_not(t
     assert read_changes_of_attempts(run) == {}
 
 
-@pytest.mark.parametrize(
-    ("old_arguments", "new_arguments", "is_change"),
-    [
-        ([], ["processes_per_node=2"], False),
-        (["processes_per_node=2"], ["processes_per_node=0"], False),
-        ([], ["launch.nodes=2", "processes_per_node=1"], False),
-        ([], ["processes_per_node=4"], True),
-    ],
-)
+CHANGES_OF_RANKS = [
+    ("", "processes_per_node=2", False),
+    ("processes_per_node=2", "processes_per_node=0", False),
+    ("", "launch.nodes=2 processes_per_node=1", False),
+    ("", "processes_per_node=4", True),
+]
+
+
+@pytest.mark.parametrize("old_arguments, new_arguments, is_change", CHANGES_OF_RANKS)
 def test_setting_the_automatic_number_of_ranks_is_not_a_change(
-    old_arguments: list[str], new_arguments: list[str], is_change: bool, tmp_path: Path
+    old_arguments: str, new_arguments: str, is_change: bool, tmp_path: Path
 ) -> None:
-    run = create_run(tmp_path, load_config(DataParallelConfig, old_arguments, {}))
-    resumed = load_config(DataParallelConfig, [f"--resume={run}", *new_arguments], {})
+    run = create_run(tmp_path, load_config(DataParallelConfig, old_arguments.split(), {}))
+    resumed = load_config(DataParallelConfig, [f"--resume={run}", *new_arguments.split()], {})
     assert bool(config.find_changes(run, resumed)) is is_change

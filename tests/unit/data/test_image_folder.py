@@ -248,15 +248,9 @@ def test_many_skipped_files_are_listed_in_a_file(damaged: Path) -> None:
 
     lines = list_file.read_bytes().splitlines()
     assert lines.pop() == b"train/blue/notes.txt: no image extension"
-    assert [line.partition(b" (")[0] for line in lines] == [
-        b"train/blue/\xff.png",
-        b"train/red/0.jpg",
-        b"train/red/1.png",
-        b"val/blue/2.png",
-        b"val/red/more0.png",
-        b"val/red/more1.png",
-        b"val/red/more2.png",
-    ]
+    names = [b"train/blue/\xff.png", b"train/red/0.jpg", b"train/red/1.png", b"val/blue/2.png"]
+    names += [b"val/red/more0.png", b"val/red/more1.png", b"val/red/more2.png"]
+    assert [line.partition(b" (")[0] for line in lines] == names
 
 
 def test_a_class_without_a_readable_image_is_refused(damaged: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_shards_of_all_ranks_form_the_batch(cache: Path) -> None:
         assert torch.equal(torch.cat([shard_labels for _, shard_labels in shards_of_step]), labels)
 
 
-@pytest.mark.parametrize(("rank", "last_size"), [(0, 1), (1, 1), (2, 0), (3, 0)])
+@pytest.mark.parametrize("rank, last_size", [(0, 1), (1, 1), (2, 0), (3, 0)])
 def test_a_partial_batch_is_divided_as_evenly_as_possible(cache: Path, rank: int, last_size: int) -> None:
     images = Images(prepare_digits(cache), "train", limit=64 + 2)
     loader = make_loader(images, drop_last=False, shard=(rank, 4))
@@ -87,18 +87,18 @@ def test_shards_of_another_batch_size_are_refused(images: Images) -> None:
         loader.set_shards(0, (64, 1, 0))
 
 
-@pytest.mark.parametrize(
-    ("batch", "weights", "counts"),
-    [
-        (24, (3, 1), (18, 6)),
-        (24, (5, 2, 1), (15, 6, 3)),
-        (10, (1, 1, 1), (4, 3, 3)),
-        (2, (1, 1, 1), (1, 1, 0)),
-        (7, (2, 0, 1), (5, 0, 2)),
-        (1, (1, 3), (0, 1)),
-        (0, (1, 3), (0, 0)),
-    ],
-)
+DIVISIONS = [
+    (24, (3, 1), (18, 6)),
+    (24, (5, 2, 1), (15, 6, 3)),
+    (10, (1, 1, 1), (4, 3, 3)),
+    (2, (1, 1, 1), (1, 1, 0)),
+    (7, (2, 0, 1), (5, 0, 2)),
+    (1, (1, 3), (0, 1)),
+    (0, (1, 3), (0, 0)),
+]
+
+
+@pytest.mark.parametrize("batch, weights, counts", DIVISIONS)
 def test_a_batch_is_divided_in_proportion_to_the_weights(
     batch: int, weights: tuple[int, ...], counts: tuple[int, ...]
 ) -> None:

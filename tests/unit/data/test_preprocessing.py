@@ -26,14 +26,14 @@ def prepare(folder: Path, shape: tuple[int, ...], statistics: dict[str, object])
     return PreparedDataset("custom", folder, {})
 
 
-@pytest.mark.parametrize(
-    ("shape", "statistics", "channels", "axes"),
-    [
-        ((4, 5), {"mean": 0.2, "std": 0.3}, "grayscale", "[N, height, width]"),
-        ((3, 4, 5), {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, "RGB", "[N, channel, height, width]"),
-        ((7,), {"mean": 0.2, "std": 0.3}, None, "[N, D]"),
-    ],
-)
+DESCRIPTIONS = [
+    ((4, 5), {"mean": 0.2, "std": 0.3}, "grayscale", "[N, height, width]"),
+    ((3, 4, 5), {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, "RGB", "[N, channel, height, width]"),
+    ((7,), {"mean": 0.2, "std": 0.3}, None, "[N, D]"),
+]
+
+
+@pytest.mark.parametrize("shape, statistics, channels, axes", DESCRIPTIONS)
 def test_the_description_gives_the_inputs_of_the_loader(
     shape: tuple[int, ...], statistics: dict[str, object], channels: str | None, axes: str, tmp_path: Path
 ) -> None:

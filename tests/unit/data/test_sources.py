@@ -10,17 +10,16 @@ from common.data import sources
 from common.system.causes import Cause
 from common.system.errors import UserError
 
+CAUSES = [
+    (MemoryError(), Cause.OUT_OF_MEMORY),
+    (OSError(errno.ENOSPC, "x"), Cause.DISK_FULL),
+    (UserError("x", cause=Cause.DAMAGED_DATA), Cause.DAMAGED_DATA),
+    (ValueError("a damaged file"), Cause.OTHER),
+    (ConnectionResetError("by a mirror"), Cause.OTHER),
+]
 
-@pytest.mark.parametrize(
-    ("error", "cause"),
-    [
-        (MemoryError(), Cause.OUT_OF_MEMORY),
-        (OSError(errno.ENOSPC, "x"), Cause.DISK_FULL),
-        (UserError("x", cause=Cause.DAMAGED_DATA), Cause.DAMAGED_DATA),
-        (ValueError("a damaged file"), Cause.OTHER),
-        (ConnectionResetError("by a mirror"), Cause.OTHER),
-    ],
-)
+
+@pytest.mark.parametrize("error, cause", CAUSES)
 def test_an_error_in_the_subprocess_keeps_its_cause(error: Exception, cause: Cause) -> None:
     def fail() -> None:
         raise error

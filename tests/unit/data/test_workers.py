@@ -56,7 +56,7 @@ def signal_second_worker(number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("number", "problem"),
+    "number, problem",
     [(signal.SIGSTOP, "for 0.6 s; its process is stopped (SIGSTOP)"), (signal.SIGKILL, "was killed by SIGKILL")],
     ids=["stopped", "killed"],
 )

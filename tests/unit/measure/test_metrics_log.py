@@ -42,7 +42,7 @@ def read_positions(file: Path) -> list[tuple[int, bool]]:
     return [(row["global_step"], "test_loss" in row) for row in rows]
 
 
-@pytest.mark.parametrize(("steps_written", "evaluation_written"), [(3, False), (5, False), (5, True)])
+@pytest.mark.parametrize("steps_written, evaluation_written", [(3, False), (5, False), (5, True)])
 def test_rows_that_a_lost_rank_0_has_not_written_are_written_once(
     steps_written: int, evaluation_written: bool, tmp_path: Path
 ) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore
 
 from common.measure.metrics_log import MetricsLog
 from common.ranks.ranks import Ranks
@@ -25,7 +22,7 @@ def select_values(rows: list[dict[str, Any]], name: str) -> dict[int, Any]:
     return {row["global_step"]: row[name] for row in rows if name in row}
 
 
-@pytest.mark.parametrize(("mode", "mean_rank"), [("averaged", 0.5), ("0", 0.0), ("1", 1.0)])
+@pytest.mark.parametrize("mode, mean_rank", [("averaged", 0.5), ("0", 0.0), ("1", 1.0)])
 def test_values_of_single_steps_and_ranks_are_written(mode: str, mean_rank: float, tmp_path: Path) -> None:
     check_program("logging_ranks", tmp_path, mode)
     (path,) = tmp_path.iterdir()
@@ -38,15 +35,7 @@ def test_values_of_single_steps_and_ranks_are_written(mode: str, mean_rank: floa
     assert select_values(rows, "on_rank_1") == ({5: 7.0} if mode == "averaged" else {})
 
 
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_an_evaluation_is_written_after_the_steps_before_it(tmp_path: Path, group: None) -> None:
+def test_an_evaluation_is_written_after_the_steps_before_it(tmp_path: Path, world: World) -> None:
     folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
     ranks = Ranks(World(hosts=("here",), device=torch.device("cpu"), backend="gloo", threads=1))
     log = MetricsLog(ranks, MetricsWriter(folder.metrics_file, print), OneSamplePerStep(), source=0)

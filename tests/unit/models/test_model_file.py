@@ -30,19 +30,19 @@ class MaliciousObject:
         return print, ("executed",)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda state: state.pop("fc.bias"), r"missing tensor fc\.bias \(1 in total\)"),
-        (lambda state: state.update(extra=torch.zeros(1)), "unexpected tensor extra"),
-        (lambda state: state.update({"fc.bias": torch.zeros(5)}), r"fc\.bias has shape \(5,\), expected \(3,\)"),
-        (lambda state: state.update(epoch=3), "not a state dict: expected a mapping from names to tensors"),
-        (
-            lambda state: state.update(object=MaliciousObject()),
-            "expected a file written by torch.save that contains only tensors",
-        ),
-    ],
-)
+MISMATCHES = [
+    (lambda state: state.pop("fc.bias"), r"missing tensor fc\.bias \(1 in total\)"),
+    (lambda state: state.update(extra=torch.zeros(1)), "unexpected tensor extra"),
+    (lambda state: state.update({"fc.bias": torch.zeros(5)}), r"fc\.bias has shape \(5,\), expected \(3,\)"),
+    (lambda state: state.update(epoch=3), "not a state dict: expected a mapping from names to tensors"),
+    (
+        lambda state: state.update(object=MaliciousObject()),
+        "expected a file written by torch.save that contains only tensors",
+    ),
+]
+
+
+@pytest.mark.parametrize("change, message", MISMATCHES)
 def test_weights_that_do_not_match_the_model_are_refused(
     change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,17 +74,23 @@ class Subclass(networks.SimpleNN):
     """A custom network that inherits the recipe of its parent class."""
 
 
-@pytest.mark.parametrize(
-    ("build", "recipe"),
-    [
-        (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
-        (lambda: networks.ResNet18((8, 8), 3), {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}),
-        (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
-        (lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)), {"class": "Sequential", "arguments": None}),
-        (lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)), {"class": None, "arguments": None}),
-    ],
-    ids=["network", "resnet", "subclass", "network inside another", "network with another layer"],
-)
+RESNET_RECIPE = {"class": "ResNet18", "arguments": {"shape": [8, 8], "classes": 3}}
+NETWORK_RECIPES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "network": (lambda: networks.SimpleNN(8), {"class": "SimpleNN"}),
+    "resnet": (lambda: networks.ResNet18((8, 8), 3), RESNET_RECIPE),
+    "subclass": (lambda: Subclass(8), {"class": "Subclass", "arguments": None}),
+    "network inside another": (
+        lambda: nn.Sequential(networks.SimpleNN(8), nn.Linear(10, 3)),
+        {"class": "Sequential", "arguments": None},
+    ),
+    "network with another layer": (
+        lambda: networks.SimpleNN(8).append(nn.Linear(10, 3)),
+        {"class": None, "arguments": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("build, recipe", NETWORK_RECIPES.values(), ids=NETWORK_RECIPES)
 def test_a_model_file_has_all_tensors_and_the_recipe_of_the_model(
     build: Callable[[], nn.Module], recipe: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -105,8 +111,7 @@ def test_a_model_file_has_all_tensors_and_the_recipe_of_the_model(
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [{"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}}, {"class": "LeNet300", "arguments": {}}],
+    "recipe", [{"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}}, {"class": "LeNet300", "arguments": {}}]
 )
 def test_recipes_of_older_versions_without_a_shape_are_for_digits(recipe: dict[str, Any]) -> None:
     assert model_file.build_model(recipe)(torch.zeros(2, 28, 28)).shape == (2, 10)

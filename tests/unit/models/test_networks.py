@@ -22,7 +22,7 @@ def save_weights(folder: Path, state: dict[str, Tensor]) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize(("name", "side"), [("resnet18", 65), ("resnet50", 64)])
+@pytest.mark.parametrize("name, side", [("resnet18", 65), ("resnet50", 64)])
 def test_a_resnet_with_weights_of_torchvision_has_its_outputs(name: str, side: int, tmp_path: Path) -> None:
     import torchvision  # takes 2 s, so only the tests that need it import it
 
@@ -100,7 +100,7 @@ def test_old_files_without_the_number_of_batches_are_read(tmp_path: Path) -> Non
         load_initial_weights(model, save_weights(tmp_path, old_state), "runs")
 
 
-@pytest.mark.parametrize(("side_of_file", "side_of_model"), [(64, 32), (32, 64)])
+@pytest.mark.parametrize("side_of_file, side_of_model", [(64, 32), (32, 64)])
 def test_weights_for_another_image_size_are_refused(side_of_file: int, side_of_model: int, tmp_path: Path) -> None:
     source = networks.ResNet("resnet18", (3, side_of_file, side_of_file), 3, width=2)
     model = networks.ResNet("resnet18", (3, side_of_model, side_of_model), 3, width=2)

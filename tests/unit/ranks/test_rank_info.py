@@ -36,7 +36,14 @@ def test_the_rank_is_read_from_the_environment(environ: dict[str, str], rank_inf
 
 @pytest.mark.parametrize(
     ("nodelist", "host"),
-    [("node1", "node1"), ("node1,node2", "node1"), ("n[03-07,9],x1", "n03"), ("a-[2,4]", "a-2"), ("x1,n[3-4]", "x1")],
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("n[03-07,9],x1", "n03"),
+        ("a-[2,4]", "a-2"),
+        ("x1,n[3-4]", "x1"),
+        ("n[3-4]-ib,x1", "n3-ib"),
+    ],
 )
 def test_the_first_host_of_a_nodelist_is_found(nodelist: str, host: str) -> None:
     assert parse_first_host(nodelist) == host

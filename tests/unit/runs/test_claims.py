@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from common.runs import claims, provenance
+from common.runs import claims
 from common.runs.claims import AttemptWatch, Claim, ProcessState
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
@@ -21,6 +20,7 @@ from common.runs.run_lock import lock_run, try_to_lock
 from common.runs.tracking.wandb_rows import TrackingNote, write_note
 from common.system.errors import RunTakenError
 from common.system.processes import Process
+from tests.harness.runs.process_records import Popen, identify_process
 
 
 @pytest.fixture
@@ -30,28 +30,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return RunFolder.create(tmp_path, "mnist_pipeline", "")
 
 
-@pytest.fixture
-def claimant() -> Iterator[subprocess.Popen[bytes]]:
-    """The process of another attempt."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Popen) -> None:
     process.kill()
     process.wait()
 
 
-def identify(pid: int, **changes: Any) -> dict[str, Any]:
-    """Return the identity of a process, as its claim contains it."""
-    start = Process.identify(pid).start
-    return provenance.identify_process() | {"pid": pid, "pid_started": start} | changes
-
-
-def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, claimant: subprocess.Popen[bytes]) -> None:
-    folder.claim_attempt({"process": identify(claimant.pid)})
-    process = rf"\(attempt 1, process {claimant.pid} on this machine\)"
+def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, waiting_process: Popen) -> None:
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
+    process = rf"\(attempt 1, process {waiting_process.pid} on this machine\)"
     message = f"{folder.path.name} is already running {process}; wait for it or"
     with pytest.raises(RunTakenError, match=message):
         claims.claim_next_attempt(folder)
@@ -60,7 +46,7 @@ def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, cla
     assert len(folder.list_attempts()) == 1
     assert len(list((folder.path / "attempts").iterdir())) == 1
 
-    kill(claimant)
+    kill(waiting_process)
     second = claims.claim_next_attempt(folder)
     assert second.number == 2
     claim = Claim.read(second)
@@ -69,13 +55,11 @@ def test_an_attempt_is_refused_while_another_one_is_alive(folder: RunFolder, cla
     assert claim.process["pid"] == os.getpid()
 
 
-def test_an_attempt_of_an_older_version_without_a_claim_is_respected(
-    folder: RunFolder, claimant: subprocess.Popen[bytes]
-) -> None:
+def test_an_attempt_of_an_older_version_without_a_claim_is_respected(folder: RunFolder, waiting_process: Popen) -> None:
     folder.claim_attempt()
-    history = identify(claimant.pid) | {"attempt": 1, "state": "running"}
+    history = identify_process(waiting_process.pid) | {"attempt": 1, "state": "running"}
     write_json(folder.path / "meta.json", {"history": [history]})
-    message = rf"is already running \(attempt 1, process {claimant.pid} on this machine\)"
+    message = rf"is already running \(attempt 1, process {waiting_process.pid} on this machine\)"
     with pytest.raises(RunTakenError, match=message):
         claims.claim_next_attempt(folder)
 
@@ -86,24 +70,19 @@ def test_an_attempt_of_an_older_version_without_a_claim_is_respected(
 
 def test_only_one_of_several_concurrent_starts_gets_the_run(folder: RunFolder) -> None:
     barrier = threading.Barrier(8)
-    claimed_numbers: list[int] = []
-    refused_threads: list[int] = []
 
-    def claim() -> None:
+    def claim(_: int) -> bool:
         barrier.wait()
         try:
-            claimed_numbers.append(claims.claim_next_attempt(folder).number)
+            claims.claim_next_attempt(folder)
         except RunTakenError:
-            refused_threads.append(threading.get_ident())
+            return False
+        return True
 
-    threads = [threading.Thread(target=claim) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(claimed_numbers) == 1
-    assert len(refused_threads) == 7
-    assert [attempt.number for attempt in folder.list_attempts()] == claimed_numbers
+    with ThreadPoolExecutor(8) as pool:
+        claimed = list(pool.map(claim, range(8)))
+    assert sorted(claimed) == [False] * 7 + [True]
+    assert len(folder.list_attempts()) == 1
 
 
 def test_only_one_process_can_lock_a_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,17 +95,17 @@ def test_only_one_process_can_lock_a_run(folder: RunFolder, monkeypatch: pytest.
     lock_run(folder).close()
 
 
-def test_a_new_attempt_waits_for_one_that_is_stopping(folder: RunFolder, claimant: subprocess.Popen[bytes]) -> None:
-    folder.claim_attempt({"process": identify(claimant.pid)})
+def test_a_new_attempt_waits_for_one_that_is_stopping(folder: RunFolder, waiting_process: Popen) -> None:
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
     Result("cancelled", 130).write(folder)
-    threading.Timer(0.5, kill, [claimant]).start()
+    threading.Timer(0.5, kill, [waiting_process]).start()
     assert claims.claim_next_attempt(folder).number == 2
 
 
 def test_a_process_on_another_host_is_alive_if_it_was_active_recently(
-    folder: RunFolder, claimant: subprocess.Popen[bytes]
+    folder: RunFolder, waiting_process: Popen
 ) -> None:
-    process = identify(claimant.pid, host="elsewhere", boot="another")
+    process = identify_process(waiting_process.pid, host="elsewhere", boot="another")
     first = folder.claim_attempt({"process": process})
     message = r"the process still exists\. The last activity was 0 s ago.* after 60 s"
     with pytest.raises(RunTakenError, match=message):
@@ -162,37 +141,37 @@ def test_a_restart_of_the_same_job_gets_its_run(folder: RunFolder, monkeypatch: 
 
 
 def test_only_a_torchrun_launch_with_the_same_name_takes_over_a_run(
-    folder: RunFolder, claimant: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, waiting_process: Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    agent = f"torchrun none {socket.gethostname()} {claimant.pid} {Process.identify(claimant.pid).start}"
-    first = folder.claim_attempt({"process": identify(claimant.pid), "starter": agent})
+    agent = f"torchrun none {socket.gethostname()} {waiting_process.pid} {Process.identify(waiting_process.pid).start}"
+    first = folder.claim_attempt({"process": identify_process(waiting_process.pid), "starter": agent})
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(RunTakenError, match="is already running"):
         claims.claim_next_attempt(folder)
 
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    agent_elsewhere = f"torchrun mine elsewhere {claimant.pid} 1"
-    claim = {"process": identify(1, host="elsewhere"), "starter": agent_elsewhere}
+    agent_elsewhere = f"torchrun mine elsewhere {waiting_process.pid} 1"
+    claim = {"process": identify_process(1, host="elsewhere"), "starter": agent_elsewhere}
     write_json(first.attempt_folder / "claim.json", claim)
     assert claims.claim_next_attempt(folder).number == 2
 
 
 def test_an_elastic_job_may_continue_without_the_rank_that_claimed_its_attempt(
-    folder: RunFolder, claimant: subprocess.Popen[bytes]
+    folder: RunFolder, waiting_process: Popen
 ) -> None:
-    process = identify(claimant.pid)
-    kill(claimant)
+    process = identify_process(waiting_process.pid)
+    kill(waiting_process)
     folder.claim_attempt({"process": process, "starter": "slurm cluster 17"})
     with pytest.raises(RunTakenError, match="this host cannot check whether the process still exists"):
         claims.claim_next_attempt(folder)
 
 
 def test_a_process_of_another_pid_namespace_is_alive_if_it_was_active_recently(
-    folder: RunFolder, claimant: subprocess.Popen[bytes]
+    folder: RunFolder, waiting_process: Popen
 ) -> None:
-    process = identify(claimant.pid, pid_namespace="pid:[1]")
-    kill(claimant)
+    process = identify_process(waiting_process.pid, pid_namespace="pid:[1]")
+    kill(waiting_process)
     attempt = folder.claim_attempt({"process": process})
     (folder.path / "config.yaml").write_text("launch:\n  step_timeout: 300\n")
     with pytest.raises(RunTakenError, match="considered ended after 300 s"):
@@ -243,6 +222,6 @@ def test_a_run_whose_attempt_folder_was_replaced_stops(attempt: RunFolder, watch
 
 
 def test_a_superseded_attempt_stops(folder: RunFolder, watch: AttemptWatch) -> None:
-    folder.claim_attempt({"process": identify(os.getpid(), host="elsewhere")})
+    folder.claim_attempt({"process": identify_process(os.getpid(), host="elsewhere")})
     reason = f"attempt 1 of {folder.path.name} was superseded by attempt 2 on host elsewhere; stopping without saving"
     assert watch.find_stop_reason(7) == reason

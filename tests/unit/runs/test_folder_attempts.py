@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +48,13 @@ def list_chain(folder: RunFolder) -> list[tuple[int, int | None]]:
 
 def test_concurrent_starts_get_different_attempts(folder: RunFolder) -> None:
     barrier = threading.Barrier(8)
-    numbers: list[int] = []
 
-    def claim_attempts() -> None:
+    def claim_attempts(_: int) -> list[int]:
         barrier.wait()
-        for _ in range(10):
-            numbers.append(folder.claim_attempt().number)
+        return [folder.claim_attempt().number for _ in range(10)]
 
-    threads = [threading.Thread(target=claim_attempts) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        numbers = list(itertools.chain(*pool.map(claim_attempts, range(8))))
     assert sorted(numbers) == list(range(1, 81))
 
 
@@ -107,10 +104,8 @@ def test_an_evaluation_after_the_last_saved_step_is_not_repeated(folder: RunFold
     second = create_attempt(folder, 1, 4, range(5, 7))
     second.record_parent_attempt(1, 4, rows=6)
     positions = [(row["global_step"], row.get("part")) for row in folder.read_metrics()]
-    assert positions == [
-        *[(1, None), (2, None), (2, 1), (2, 2), (3, None), (4, None)],
-        *[(5, None), (6, None), (6, 1), (6, 2)],
-    ]
+    assert positions[:6] == [(1, None), (2, None), (2, 1), (2, 2), (3, None), (4, None)]
+    assert positions[6:] == [(5, None), (6, None), (6, 1), (6, 2)]
 
 
 def test_an_attempt_that_ended_before_training_is_skipped(folder: RunFolder) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,11 +37,3 @@ def runs(tmp_path: Path) -> Path:
 def folder(tmp_path: Path) -> RunFolder:
     """The folder of a run that has not started."""
     return RunFolder.create(tmp_path, "mnist_pipeline", "")
-
-
-@pytest.fixture
-def waiting_process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that a test may record as that of a run."""
-    with subprocess.Popen(["sleep", "600"]) as process:
-        yield process
-        process.kill()

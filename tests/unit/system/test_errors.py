@@ -11,14 +11,13 @@ import pytest
 
 from common.system.errors import convert_shortage_error
 
+FILE_SHORTAGES = [
+    OSError(errno.EMFILE, os.strerror(errno.EMFILE), "metrics.jsonl"),
+    RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] socket: Too many open files"),
+]
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.EMFILE, os.strerror(errno.EMFILE), "metrics.jsonl"),
-        RuntimeError("[enforce fail at gloo/transport/tcp/socket.cc:24] socket: Too many open files"),
-    ],
-)
+
+@pytest.mark.parametrize("error", FILE_SHORTAGES)
 def test_a_shortage_of_files_is_reported_with_limit_and_remedy(error: Exception) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     message = str(convert_shortage_error(error))

@@ -29,6 +29,15 @@ def test_output_is_discarded_while_its_reader_is_too_slow(capsys: pytest.Capture
         assert pipe.read1(1 << 20) == b"the reader is back\n"
 
 
+def test_output_on_a_full_disk_is_discarded_with_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    with open("/dev/full", "w") as stream:
+        replaced = replace_stream(stream, warns=True)
+        for _ in range(3):
+            print("x" * 8192, file=replaced, flush=True)
+    warning = "WARNING: cannot write standard output (No space left on device)"
+    assert capsys.readouterr().err == f"{warning}; the run continues, see its run folder\n"
+
+
 def test_a_stream_without_a_file_is_not_replaced() -> None:
     stream = io.StringIO()
     assert replace_stream(stream, warns=True) is stream

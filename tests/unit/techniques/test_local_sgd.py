@@ -53,7 +53,7 @@ def build_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize(("build_optimizer", "moment_count"), [(build_sgd, 1), (build_adamw, 2)])
+@pytest.mark.parametrize("build_optimizer, moment_count", [(build_sgd, 1), (build_adamw, 2)])
 def test_parameters_without_a_gradient_count_as_zero(build_optimizer: BuildOptimizer, moment_count: int) -> None:
     """All workers send as many numbers, whichever layers their samples have used. Otherwise an all-reduce hangs."""
     used_layer = nn.Linear(2, 1)

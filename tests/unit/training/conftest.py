@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import HashStore
 
 from common.checkpoint.train_state import TrainState
 from common.data.prepare import PreparedDataset, prepare_digits
@@ -36,15 +33,7 @@ def run(attempt_folder: RunFolder, tmp_path: Path) -> Run:
 
 
 @pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.fixture
-def state(run: Run, cache: Path, group: None) -> TrainState:
+def state(run: Run, cache: Path, world: World) -> TrainState:
     """The state of a run that has registered a model."""
     run.prepared = prepare_digits(cache)
     model = networks.SimpleNN()

@@ -7,7 +7,7 @@ import pytest
 from common.training.evaluate import slice_shard
 
 
-@pytest.mark.parametrize(("count", "size", "ranks"), [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
+@pytest.mark.parametrize("count, size, ranks", [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
 def test_the_slices_of_all_ranks_cover_each_sample_once(count: int, size: int, ranks: int) -> None:
     """Every rank gets the same number of slices, and their lengths differ by at most one."""
     slices_by_rank = [list(slice_shard(count, size, rank, ranks)) for rank in range(ranks)]

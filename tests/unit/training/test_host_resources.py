@@ -11,7 +11,7 @@ from configs.shared import Launch
 NOTICE = "64 ranks share 2 cores of this host; steps will be slow\n"
 
 
-@pytest.mark.parametrize(("ranks", "job_cores", "notice"), [(64, 0, NOTICE), (2, 0, ""), (64, 64, "")])
+@pytest.mark.parametrize("ranks, job_cores, notice", [(64, 0, NOTICE), (2, 0, ""), (64, 64, "")])
 def test_more_ranks_than_cores_get_a_notice(
     ranks: int, job_cores: int, notice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

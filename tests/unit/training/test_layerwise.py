@@ -45,8 +45,8 @@ def compute_lamb(w: np.ndarray, gradients: list[np.ndarray], rates: list[float],
     return w
 
 
-@pytest.mark.parametrize(("name", "reference"), [("lars", compute_lars), ("lamb", compute_lamb)])
-@pytest.mark.parametrize(("decay", "decayed"), [(0.0, "all"), (0.03, "all"), (0.03, "matrices")])
+@pytest.mark.parametrize("name, reference", [("lars", compute_lars), ("lamb", compute_lamb)])
+@pytest.mark.parametrize("decay, decayed", [(0.0, "all"), (0.03, "all"), (0.03, "matrices")])
 def test_lars_and_lamb_are_those_of_their_papers(name: str, reference: Reference, decay: float, decayed: Any) -> None:
     weights = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((4, 3), (3, 2, 5, 5), (4,))]
     initial_weights = [w.detach().numpy().copy() for w in weights]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
 
 from common.training import learning_rate, optimizers
 from configs.shared import Optim
-from tests.harness.repository import ROOT
+from tests.harness.commands.programs import run_program
 
 
 def train(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
@@ -67,11 +64,10 @@ for name in ("sgd", "adam", "adamw", "lars", "lamb"):
     optimizer.load_state_dict(optimizer.state_dict())
 print("torch._dynamo" in sys.modules)
 """
-    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert process.stdout == "False\n"
+    assert run_program(program) == "False\n"
 
 
-@pytest.mark.parametrize(("nesterov", "weight_after_two_steps"), [(True, -(1.5 + 1.75)), (False, -(1 + 1.5))])
+@pytest.mark.parametrize("nesterov, weight_after_two_steps", [(True, -(1.5 + 1.75)), (False, -(1 + 1.5))])
 def test_momentum_is_nesterovs_or_the_classical_one(nesterov: bool, weight_after_two_steps: float) -> None:
     """The velocities are 1 and 1.5. Nesterov's step is gradient + momentum * velocity."""
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -83,7 +79,7 @@ def test_momentum_is_nesterovs_or_the_classical_one(nesterov: bool, weight_after
 
 
 @pytest.mark.parametrize(
-    ("settings", "vector_decay"),
+    "settings, vector_decay",
     [(Optim(weight_decay=0.1, decayed="all"), 0.1), (Optim(weight_decay=0.1, decayed="matrices"), 0.0)],
 )
 def test_biases_and_scales_have_no_weight_decay_if_only_matrices_have_it(settings: Optim, vector_decay: float) -> None:

@@ -53,7 +53,7 @@ def test_images_and_histograms_of_any_step_are_written_as_files(run: Run) -> Non
     assert content["edges"][-1] == 1
 
 
-@pytest.mark.parametrize(("name", "shape"), [("../x", (2, 2)), ("", (2, 2)), ("a/b", (2, 2)), ("ok", (4, 2, 2))])
+@pytest.mark.parametrize("name, shape", [("../x", (2, 2)), ("", (2, 2)), ("a/b", (2, 2)), ("ok", (4, 2, 2))])
 def test_media_with_an_invalid_name_or_shape_are_refused(name: str, shape: tuple[int, ...], run: Run) -> None:
     with pytest.raises(ValueError, match=r"invalid name|an image must have shape"):
         run.log_image(1, name, torch.zeros(shape))

@@ -5,10 +5,29 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import torch
+
+from common.measure import media
 from common.runs.folder import RunFolder
 from common.runs.tracking.wandb_process import RowForwarder
 from common.runs.tracking.wandb_rows import TrackingNote, list_incomplete_notes, read_note, write_note
 from tests.harness.runs.synthetic_runs import SyntheticRun
+
+
+def test_steps_that_a_newer_attempt_repeated_are_not_sent(tmp_path: Path) -> None:
+    """The newer attempt resumed from step 3, and its record, of an older version, has no number of rows."""
+    first = SyntheticRun(steps=5, step_seconds=0.2, state="finished").write(tmp_path).list_attempts()[0]
+    second = RunFolder(first.path).claim_attempt()
+    second.record_parent_attempt(1, 3)
+    for step in (2, 4):
+        media.write_image(first, step, "digit", torch.zeros(2, 2))
+    for attempt in (first, second):
+        write_note(attempt, TrackingNote())
+    run = mock.Mock()
+    RowForwarder(second, run, None).forward_ended_attempts()
+    sent_rows = [call.args[0] for call in run.log.call_args_list]
+    assert [row["global_step"] for row in sent_rows if "loss" in row] == [1, 2, 3]
+    assert [row["global_step"] for row in sent_rows if "digit" in row] == [2]
 
 
 def test_sending_the_rows_of_an_attempt_does_not_change_newer_attempts(tmp_path: Path) -> None:

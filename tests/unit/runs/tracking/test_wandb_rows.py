@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from common.runs.folder import RunFolder
-from common.runs.tracking.wandb_rows import (
-    Journal,
-    JournalMark,
-    RowSelection,
-    TrackingNote,
-    choose_rows,
-    read_note,
-)
+from common.runs.tracking.wandb_rows import Journal, JournalMark, RowSelection, TrackingNote, choose_rows, read_note
+from tests.harness.runs.synthetic_runs import write_rows
 
 Row = dict[str, float | int | None]
 
@@ -64,13 +57,12 @@ def attempt(tmp_path: Path) -> RunFolder:
     """An attempt with 20 rows, all of which are sent."""
     run_attempt = RunFolder(tmp_path).claim_attempt()
     (tmp_path / "wandb").mkdir()
-    lines = [json.dumps(make_row(step, float(step), loss=1.0)) + "\n" for step in range(1, 21)]
-    run_attempt.metrics_file.write_text("".join(lines))
+    write_rows(run_attempt, [make_row(step, float(step), loss=1.0) for step in range(1, 21)])
     return run_attempt
 
 
 @pytest.mark.parametrize(
-    ("steps", "rows", "media"),
+    "steps, rows, media",
     [(100, 2, 0), (103, 5, 0), (108, 10, 0), (109, 10, 1), (110, 10, 2), (113, 13, 2), (999, 20, 2)],
 )
 def test_the_journal_determines_which_rows_wandb_received(
@@ -87,7 +79,7 @@ def test_the_journal_determines_which_rows_wandb_received(
     assert notes[1].media == media
 
 
-@pytest.mark.parametrize(("complete", "rows"), [(False, (12, 0)), (True, (20, 7))])
+@pytest.mark.parametrize("complete, rows", [(False, (12, 0)), (True, (20, 7))])
 def test_the_journal_corrects_only_incomplete_attempts(
     attempt: RunFolder, complete: bool, rows: tuple[int, int]
 ) -> None:

@@ -36,7 +36,7 @@ def sweep_runs(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return sweep_with
 
 
-@pytest.mark.parametrize(("name", "status"), [("INT", 130), ("USR2", 140), ("TERM", 143)])
+@pytest.mark.parametrize("name, status", [("INT", 130), ("USR2", 140), ("TERM", 143)])
 def test_a_stop_request_ends_the_sweep_after_the_current_run(
     name: str, status: int, tmp_path: Path, sweep_runs: SweepRuns, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,16 +10,15 @@ from common.system.errors import UserError
 from slurm.local_cluster import cables, slurm_conf
 from slurm.local_cluster.cables import Shape
 
+SHAPES = [
+    ("", "", Shape(), "-"),
+    ("200mbit", "", Shape(200e6), "200mbit"),
+    ("2.5gbit", "500us", Shape(2.5e9, 5e-4), "2.5gbit 500us"),
+    ("100kbit", "1s", Shape(1e5, 1.0), "100kbit 1s"),
+]
 
-@pytest.mark.parametrize(
-    ("rate", "delay", "shape", "description"),
-    [
-        ("", "", Shape(), "-"),
-        ("200mbit", "", Shape(200e6), "200mbit"),
-        ("2.5gbit", "500us", Shape(2.5e9, 5e-4), "2.5gbit 500us"),
-        ("100kbit", "1s", Shape(1e5, 1.0), "100kbit 1s"),
-    ],
-)
+
+@pytest.mark.parametrize("rate, delay, shape, description", SHAPES)
 def test_rates_and_delays_have_units(rate: str, delay: str, shape: Shape, description: str) -> None:
     parsed = cables.parse_rate_and_delay(rate, delay)
     assert parsed == pytest.approx(shape)

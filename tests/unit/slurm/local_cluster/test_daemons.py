@@ -41,9 +41,8 @@ def test_only_its_owner_can_read_the_key_of_munge(plan: Plan, fake_here: FakeSlu
     key = (folder / "munge.key").stat()
     assert key.st_size == 128
     assert key.st_mode & 0o777 == 0o400
-    assert {f"--key-file={folder}/munge.key", f"--socket={folder}/munge.sock"} <= set(
-        fake_here.calls_file.read_text().split()
-    )
+    arguments = fake_here.calls_file.read_text().split()
+    assert {f"--key-file={folder}/munge.key", f"--socket={folder}/munge.sock"} <= set(arguments)
 
 
 def test_the_port_of_a_service_is_polled_until_it_listens() -> None:

@@ -164,24 +164,22 @@ case $4 in
 esac"""
 
 
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [
-        (["-j", "7"], ["7|COMPLETED|node[1-2]"]),
-        (["-j8"], ["8_[2-5]|PENDING|None assigned", "8_1|RUNNING|node1"]),
-        (["-j", "7,404", "-j", "7"], ["7|COMPLETED|node[1-2]"] * 2),
-        (["--jobs=404"], []),
-        ([], ["7|COMPLETED|node[1-2]", "10|PENDING|None assigned"]),
-    ],
-)
-def test_the_replacement_for_sacct_prints_the_rows_of_sacct(
-    options: list[str], rows: list[str], tmp_path: Path
-) -> None:
+ROWS_BY_OPTIONS = [
+    ("-j 7", ["7|COMPLETED|node[1-2]"]),
+    ("-j8", ["8_[2-5]|PENDING|None assigned", "8_1|RUNNING|node1"]),
+    ("-j 7,404 -j 7", ["7|COMPLETED|node[1-2]"] * 2),
+    ("--jobs=404", []),
+    ("", ["7|COMPLETED|node[1-2]", "10|PENDING|None assigned"]),
+]
+
+
+@pytest.mark.parametrize("options, rows", ROWS_BY_OPTIONS)
+def test_the_replacement_for_sacct_prints_the_rows_of_sacct(options: str, rows: list[str], tmp_path: Path) -> None:
     write_script(tmp_path / "scontrol", SCONTROL)
     sacct = tmp_path / "sacct"
     sacct.write_text(slurm_conf.SACCT_SCRIPT)
     sacct.chmod(0o755)
-    command = [str(sacct), "-o", "JobID,State,NodeList", "--parsable2", *options]
+    command = [str(sacct), "-o", "JobID,State,NodeList", "--parsable2", *options.split()]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == ["JobID|State|NodeList", *rows]

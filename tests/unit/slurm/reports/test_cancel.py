@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.system.processes import Process
 from slurm.reports import cancel, status
+from tests.harness.runs.process_records import Popen, identify_process
 from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm
-from tests.unit.slurm.submitted_runs import identify_process, write_submitted_run
+from tests.unit.slurm.submitted_runs import write_submitted_run
 
 
 def test_a_canceled_job_is_recorded(fake: FakeSlurm, runs: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_canceled_job_is_recorded(fake: FakeSlurm, runs: Path) -> None:
     assert "is already CANCELLED" in call_slurm(fake, "cancel", folder).stdout
 
 
-def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process: subprocess.Popen[bytes]) -> None:
+def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process: Popen) -> None:
     """If the pid belongs to another process by now, that process is not signalled."""
     folder = RunFolder(tmp_path)
     started = Process.identify(waiting_process.pid).start
@@ -43,7 +43,7 @@ def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process
 
 
 def test_a_run_that_finishes_while_it_is_canceled_is_finished(
-    folder: RunFolder, waiting_process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, waiting_process: Popen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_state = status.read_state
 
@@ -52,20 +52,18 @@ def test_a_run_that_finishes_while_it_is_canceled_is_finished(
         Result("finished", 0).write(run)
         return "RUNNING", ""
 
-    folder.claim_attempt({"process": identify_process(waiting_process)})
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
     monkeypatch.setattr(cancel, "read_state", finish_meanwhile)
     still_stopping = f"still stopping: attempt 1, process {waiting_process.pid} on this machine"
     assert f"is already FINISHED; {still_stopping}" in cancel.cancel_run(folder)
     assert waiting_process.poll() is None
 
 
-def test_a_process_that_is_recorded_only_in_a_claim_is_canceled(
-    folder: RunFolder, waiting_process: subprocess.Popen[bytes]
-) -> None:
+def test_a_process_that_is_recorded_only_in_a_claim_is_canceled(folder: RunFolder, waiting_process: Popen) -> None:
     """The attempt has just started, and meta.json still contains the attempt before it."""
     job = {"id": "7", "scheduler": "the local cluster nowhere"}
     write_json(folder.path / "meta.json", {"history": [{"pid": 1, "host": "elsewhere"}], "job": job})
-    folder.claim_attempt({"process": identify_process(waiting_process)})
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
     assert status.read_state(folder)[0] == "RUNNING"
     assert len(claims.find_live_claims(folder)) == 1
     message = f"canceled process {waiting_process.pid}; the process will save a checkpoint and stop"

@@ -66,9 +66,7 @@ def test_the_log_of_a_finished_run_is_followed_no_longer_than_wandb_may_take(
     assert time.time() - start > 0.9
 
 
-@pytest.mark.parametrize(
-    ("exit_code", "exit_status"), [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)]
-)
+@pytest.mark.parametrize("exit_code, exit_status", [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)])
 def test_slurm_knows_the_exit_status_of_a_job_without_a_result(
     fake_here: FakeSlurm, runs: Path, exit_code: str, exit_status: int
 ) -> None:

@@ -31,15 +31,15 @@ def test_a_source_of_another_version_is_refused(tmp_path: Path, content: dict[st
         check_source_version(RunFolder(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        entry_points.JOB_MODULE,
-        entry_points.REQUEUE_MODULE,
-        entry_points.ELASTIC_LAUNCHER_MODULE,
-        f"{entry_points.CHECK_COMMAND[0]}.__main__",
-    ],
-)
+MODULES = [
+    entry_points.JOB_MODULE,
+    entry_points.REQUEUE_MODULE,
+    entry_points.ELASTIC_LAUNCHER_MODULE,
+    f"{entry_points.CHECK_COMMAND[0]}.__main__",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_the_modules_of_all_entry_points_exist(module: str) -> None:
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
 

@@ -13,12 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from common.config.config import ROOT
-from common.ranks.rank_info import (
-    COORDINATOR_VARIABLE,
-    ORPHAN_COMMAND_VARIABLE,
-    REPLACED_RANK_VARIABLE,
-    RankInfo,
-)
+from common.ranks.rank_info import COORDINATOR_VARIABLE, ORPHAN_COMMAND_VARIABLE, REPLACED_RANK_VARIABLE, RankInfo
 from common.runs.folder import RunFolder
 from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
@@ -93,8 +88,7 @@ def test_a_rank_that_meets_no_other_rank_at_the_first_start_refuses(
 
 
 @pytest.mark.parametrize(
-    ("stop_signal", "restarts", "status"),
-    [(signal.SIGUSR2, "0", 1), (0, "1", EXIT_FAILED), (signal.SIGUSR2, "1", 1)],
+    "stop_signal, restarts, status", [(signal.SIGUSR2, "0", 1), (0, "1", EXIT_FAILED), (signal.SIGUSR2, "1", 1)]
 )
 def test_a_rank_that_meets_no_other_rank_fails_after_a_restart_or_a_stop_request(
     stop_signal: int, restarts: str, status: int, job_folder: RunFolder, monkeypatch: pytest.MonkeyPatch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 
 import pytest
 
@@ -15,12 +14,14 @@ from common.system.errors import UnreachableError, UserError
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from slurm.scheduling import requeue
 from slurm.scheduling.job_failures import record_job_failure
+from tests.harness.commands.exit_status import Completed
 from tests.harness.slurm.fake_slurm import FakeSlurm, call_main, execute_module
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 SAME_START = "JobState=RUNNING Restarts=1"
 STARTED_AGAIN = "JobState=RUNNING Restarts=2"
 REQUEUED = "JobState=PENDING Restarts=2"
+CANCELLED = "JobState=CANCELLED Restarts=1"
 
 
 def answer_with_states(fake: FakeSlurm, *states: str, requeue_command: str = "exit 0") -> None:
@@ -30,7 +31,7 @@ def answer_with_states(fake: FakeSlurm, *states: str, requeue_command: str = "ex
     )
 
 
-def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> subprocess.CompletedProcess[str]:
+def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> Completed:
     """Call the last line of the job script after the ranks have ended with an exit status."""
     if states:
         answer_with_states(fake, *states)
@@ -39,22 +40,22 @@ def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> su
         path, exit_status = arguments
         return requeue.main(path, int(exit_status))
 
-    return call_main(fake, main, str(folder.path), str(status), **JOB)
+    return call_main(fake, main, str(folder.path), str(status), status=None, **JOB)
 
 
 def count_requeues(fake: FakeSlurm) -> int:
     return fake.calls_file.read_text().count("scontrol requeue 7")
 
 
-@pytest.mark.parametrize(
-    ("status", "message"),
-    [
-        (EXIT_RESUMABLE, "the ranks stopped on request"),
-        (128 + signal.SIGUSR2, "the ranks stopped on request"),
-        (137, "failed with exit status 137"),
-        (EXIT_FAILED, "failed with exit status 1;"),
-    ],
-)
+REQUEUED_STATUSES = [
+    (EXIT_RESUMABLE, "the ranks stopped on request"),
+    (128 + signal.SIGUSR2, "the ranks stopped on request"),
+    (137, "failed with exit status 137"),
+    (EXIT_FAILED, "failed with exit status 1;"),
+]
+
+
+@pytest.mark.parametrize("status, message", REQUEUED_STATUSES)
 def test_a_job_is_requeued(fake: FakeSlurm, job_folder: RunFolder, status: int, message: str) -> None:
     process = end_job(fake, job_folder, status, SAME_START)
     assert count_requeues(fake) == 1
@@ -62,9 +63,11 @@ def test_a_job_is_requeued(fake: FakeSlurm, job_folder: RunFolder, status: int, 
     assert not job_folder.result
 
 
-@pytest.mark.parametrize("state", [STARTED_AGAIN, REQUEUED])
-def test_a_job_that_was_started_again_is_not_changed(fake: FakeSlurm, job_folder: RunFolder, state: str) -> None:
-    """This host was disconnected meanwhile. A requeue would end the new start."""
+@pytest.mark.parametrize("state", [STARTED_AGAIN, REQUEUED, CANCELLED])
+def test_a_job_that_has_ended_or_was_started_again_is_not_changed(
+    fake: FakeSlurm, job_folder: RunFolder, state: str
+) -> None:
+    """This host was disconnected meanwhile. A requeue would end the new start, or restart a canceled job."""
     for status in (EXIT_RESUMABLE, 137, 2):
         assert end_job(fake, job_folder, status, state).returncode == status
     assert count_requeues(fake) == 0
@@ -79,8 +82,9 @@ def test_a_requeue_by_slurm_itself_is_no_failure(fake: FakeSlurm, job_folder: Ru
 
 def test_a_refused_requeue_is_the_reason_of_the_failure(fake: FakeSlurm, job_folder: RunFolder) -> None:
     answer_with_states(fake, SAME_START, requeue_command="echo 'requeue is disabled' >&2; exit 1")
-    process = execute_module(fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), **JOB)
-    assert process.returncode == EXIT_RESUMABLE
+    execute_module(
+        fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), status=EXIT_RESUMABLE, **JOB
+    )
     assert job_folder.result["state"] == "failed"
     assert "the job cannot be requeued" in job_folder.result["reason"]
     assert "requeue is disabled" in job_folder.result["reason"]

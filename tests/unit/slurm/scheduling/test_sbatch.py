@@ -14,6 +14,7 @@ from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.profile import Profile
 from slurm.scheduling import sbatch
+from tests.harness.commands.refusals import expect_refusal
 from tests.harness.repository import ROOT
 
 EXPECTED_SCRIPT = """#!/bin/bash
@@ -72,22 +73,21 @@ def test_a_job_requests_only_the_resources_of_its_profile(tmp_path: Path) -> Non
     assert not re.search(r"wckey|partition|account|qos|mem", script)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
-        (["cluster.time=0"], "time=0: out of range"),
-        (["cluster.time=1"], "receives a stop request when it starts"),
-        (["cluster.partition=a\n#SBATCH --uid=0"], "cluster.partition must not contain line breaks"),
-        (["cluster.partition=a;b"], "only letters, digits"),
-        (["cluster.qos=$(id)"], "only letters, digits"),
-        (["cluster.gpus=1", "cluster.processes=2"], "each rank needs one GPU"),
-    ],
-)
+INVALID_SETTINGS = [
+    (["cluster.partion=x"], "unknown key partion; did you mean partition?"),
+    (["cluster.time=0"], "time=0: out of range"),
+    (["cluster.time=1"], "receives a stop request when it starts"),
+    (["cluster.partition=a\n#SBATCH --uid=0"], "cluster.partition must not contain line breaks"),
+    (["cluster.partition=a;b"], "only letters, digits"),
+    (["cluster.qos=$(id)"], "only letters, digits"),
+    (["cluster.gpus=1", "cluster.processes=2"], "each rank needs one GPU"),
+]
+
+
+@pytest.mark.parametrize("settings, message", INVALID_SETTINGS)
 def test_invalid_profile_settings_are_refused(settings: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
+    with expect_refusal(message):
         sbatch.load_profile("default", settings)
-    assert message in str(caught.value)
 
 
 def test_an_unknown_profile_is_refused() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,10 @@ from slurm.reports import liveness, status
 from slurm.scheduling import requeue, submission
 from slurm.scheduling.job_failures import record_job_failure
 from tests.harness.commands import in_process_calls
+from tests.harness.commands.exit_status import Completed, check_status
+from tests.harness.runs.process_records import Popen, identify_process
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
-from tests.unit.slurm.submitted_runs import identify_process
 
 
 def write_stopped_run(runs: Path, state: str = "preempted", status: int = 75) -> RunFolder:
@@ -34,9 +34,7 @@ def write_stopped_run(runs: Path, state: str = "preempted", status: int = 75) ->
     return folder
 
 
-def test_a_run_is_submitted_by_one_command_at_a_time(
-    folder: RunFolder, waiting_process: subprocess.Popen[bytes]
-) -> None:
+def test_a_run_is_submitted_by_one_command_at_a_time(folder: RunFolder, waiting_process: Popen) -> None:
     file = submission.locate_submission_file(folder)
     with submission.lock_run_for_submission(folder):
         assert not submission.is_being_submitted(folder), "only submissions by other commands count"
@@ -44,7 +42,7 @@ def test_a_run_is_submitted_by_one_command_at_a_time(
             submission.lock_run_for_submission(folder).__enter__()
     assert not file.exists()
 
-    write_json(file, identify_process(waiting_process))  # without the lock, as from another host
+    write_json(file, identify_process(waiting_process.pid))  # without the lock, as from another host
     assert status.read_state(folder) == ("PENDING", "being submitted")
     with pytest.raises(RunTakenError, match=f"is being submitted by process {waiting_process.pid} on "):
         submission.lock_run_for_submission(folder).__enter__()
@@ -57,9 +55,9 @@ def test_a_run_is_submitted_by_one_command_at_a_time(
 
 
 def test_the_process_of_another_command_that_has_started_the_run_is_reported(
-    folder: RunFolder, waiting_process: subprocess.Popen[bytes]
+    folder: RunFolder, waiting_process: Popen
 ) -> None:
-    folder.claim_attempt({"process": identify_process(waiting_process)})
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
     process = rf"process {waiting_process.pid} on this machine"
     message = rf"was just started by another command \(attempt 1, {process}\); see make status"
     with pytest.raises(RunTakenError, match=message):
@@ -69,20 +67,15 @@ def test_the_process_of_another_command_that_has_started_the_run_is_reported(
 def test_of_two_commands_that_resume_a_run_on_a_cluster_one_succeeds(fake: FakeSlurm, runs: Path) -> None:
     fake.define_command("sbatch", 'sleep 1; cat "$1" >/dev/null; echo "Submitted batch job 4711"')
     folder = write_stopped_run(runs)
-    processes: list[subprocess.CompletedProcess[str]] = []
 
-    def resume() -> None:
-        processes.append(execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1"))
+    def resume(_: int) -> Completed:
+        return execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=None)
 
-    threads = [threading.Thread(target=resume) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    processes.sort(key=lambda process: process.returncode)
-    accepted, refused = processes
-    assert accepted.returncode == 0, accepted.stderr
-    assert refused.returncode == 2, refused.stderr
+    with ThreadPoolExecutor(2) as pool:
+        processes = list(pool.map(resume, range(2)))
+    accepted, refused = sorted(processes, key=lambda process: process.returncode)
+    check_status(accepted, 0)
+    check_status(refused, 2)
     reasons = ("is being s", "PENDING", "RUNNING", "was just started by another command")
     assert any(reason in refused.stderr for reason in reasons), refused.stderr
     assert fake.calls_file.read_text().count("sbatch") == 1
@@ -100,8 +93,7 @@ def test_a_run_that_another_command_starts_meanwhile_is_not_started(
 
     monkeypatch.setattr(liveness, "wait_for_earlier_attempt", let_another_command_start)
     monkeypatch.setattr(submit, "exec_script", lambda *arguments: started.append(arguments))
-    process = in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local")
-    assert process.returncode == 2
+    process = in_process_calls.call_verb("exp", f"--resume={folder.path}", "--launch=local", status=2)
     assert not started
     assert "was just started by another command" in process.stderr
 
@@ -109,8 +101,7 @@ def test_a_run_that_another_command_starts_meanwhile_is_not_started(
 def test_a_refused_submission_does_not_change_the_result(fake: FakeSlurm, runs: Path) -> None:
     fake.define_command("sbatch", "echo 'sbatch: error: no' >&2; exit 1")
     folder = write_stopped_run(runs)
-    process = execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1")
-    assert process.returncode == 2, process.stderr
+    execute_module(fake, "slurm", "exp", f"--resume={folder.path}", "--nodes=1", status=2)
     assert folder.result["state"] == "preempted"
 
 
@@ -135,8 +126,7 @@ def test_a_run_belongs_to_its_job_and_to_any_job_before_its_job_is_recorded(arra
 
 
 @pytest.mark.parametrize(
-    ("job", "owner"),
-    [(ARRAY_TASK | {"id": "24"}, "job 24"), (None, "an attempt that was started without SLURM")],
+    "job, owner", [(ARRAY_TASK | {"id": "24"}, "job 24"), (None, "an attempt that was started without SLURM")]
 )
 def test_a_job_neither_starts_nor_requeues_a_run_of_another_owner(
     array_task: RunFolder, job: dict[str, str] | None, owner: str, capfd: pytest.CaptureFixture[str]

@@ -71,7 +71,7 @@ def test_each_rank_keeps_a_sample_so_that_its_speed_is_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "base", "per_sample"),
+    "seconds, base, per_sample",
     [((0.006, 0.012), 0.004, 0.001), ((0.008, 0.008), 0.0, 0.001), ((0.001, 0.008), 0.0, 0.001)],
 )
 def test_a_model_of_two_measured_sizes_has_no_negative_part(

@@ -42,9 +42,8 @@ class ElasticRun:
         self.unresponsive: list[int] = []
         self.started: list[int] = []
         self.lost: set[int] = set()
-        self.supervisor = Supervisor(
-            listener, ranks, settings, self.unresponsive.append, self.started.append, KEY, start_timeout
-        )
+        callbacks = (self.unresponsive.append, self.started.append)
+        self.supervisor = Supervisor(listener, ranks, settings, *callbacks, KEY, start_timeout)
         self.coordinator = self.supervisor.coordinator
         self.is_stopped = threading.Event()
         self.thread = threading.Thread(target=self.serve, daemon=True)

@@ -9,7 +9,7 @@ from PIL import Image
 
 from common.techniques.pipeline import report, schedules
 from common.techniques.pipeline.schedules import Action, Span, simulate_schedule
-from tests.harness.commands.processes import run_experiment
+from tests.harness.commands.processes import Settings, run_experiment
 
 
 def test_idle_shares_are_those_of_the_median_step() -> None:
@@ -39,7 +39,7 @@ def test_an_ideal_run_has_the_ideal_bubble_and_a_line_per_stage() -> None:
     assert timeline[0] == {"rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0}
 
 
-@pytest.mark.parametrize(("kinds", "has_uppercase_letters"), [("FB", False), ("FIW", True)])
+@pytest.mark.parametrize("kinds, has_uppercase_letters", [("FB", False), ("FIW", True)])
 def test_the_legend_explains_uppercase_letters_if_there_are_any(kinds: str, has_uppercase_letters: bool) -> None:
     plan = [[Action(kind, 0, 0) for kind in kinds]]
     pipeline_report = report.PipelineReport(0.0, [0.0], simulate_schedule(plan, 1))
@@ -47,7 +47,7 @@ def test_the_legend_explains_uppercase_letters_if_there_are_any(kinds: str, has_
     assert (legend in pipeline_report.rows()["pipeline"]) == has_uppercase_letters
 
 
-def test_the_title_of_a_timeline_has_model_batch_ranks_and_schedule(tmp_path: Path, digits: tuple[str, ...]) -> None:
+def test_the_title_of_a_timeline_has_model_batch_ranks_and_schedule(tmp_path: Path, digits: Settings) -> None:
     settings = ("plot=true", "steps=3", "batch=16", "schedule=1f1b")
     finished_run = run_experiment("mnist_pipeline", *digits, *settings, runs=tmp_path)
     image = Image.open(finished_run.folder.path / "timeline.png")

@@ -20,6 +20,7 @@ from common.techniques.pipeline.schedules import (
     simulate_schedule,
 )
 from configs.pipeline import PipelineConfig
+from tests.harness.commands.refusals import expect_refusal
 from tests.harness.repository import ROOT
 
 RANKS = (1, 2, 3, 4, 8)
@@ -41,7 +42,7 @@ def simulate_bubble(plan: Schedule, stages: int) -> float:
     return compute_bubble(simulate_schedule(plan, stages))
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 1), (2, 4), (3, 6), (4, 8), (8, 32)])
 def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
     sizes = (ranks, ranks, microbatches)  # one stage per rank
     bubble = (ranks - 1) / (microbatches + ranks - 1)
@@ -60,7 +61,7 @@ def count_stored_microbatches(actions: list[Action]) -> int:
     return maximum
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 8), (4, 4), (4, 16)])
+@pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 4), (4, 16)])
 def test_1f1b_stores_at_most_one_microbatch_per_following_stage(ranks: int, microbatches: int) -> None:
     plan = schedules.make_1f1b_schedule(ranks, ranks, microbatches)
     for rank, actions in enumerate(plan):
@@ -102,27 +103,26 @@ def test_a_custom_schedule_is_loaded(tmp_path: Path) -> None:
 VALID_ACTIONS_OF_RANK_1 = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
 
 
-@pytest.mark.parametrize(
-    ("actions_of_rank_0", "message"),
-    [
-        ('[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]', "rank 0 never executes the backward of microbatch 1 on stage 0"),
-        ('[("F", 0, 0), ("F", 0, 0)]', "rank 0 executes the forward of microbatch 0 on stage 0 twice"),
-        ('[("F", 1, 0)]', "invalid action ('F', 1, 0) on rank 0"),
-        ('[("F", 0, 0), ("X", 0, 0)]', "invalid action ('X', 0, 0) on rank 0"),
-        (
-            '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]',
-            "deadlock: on rank 0, the backward of microbatch 0 on stage 0 waits for the backward of microbatch 0 on "
-            "stage 1, which never completes",
-        ),
-    ],
+DEADLOCK = (
+    "deadlock: on rank 0, the backward of microbatch 0 on stage 0 waits for the backward of microbatch 0 on stage 1, "
+    "which never completes"
 )
+INVALID_ACTIONS = {
+    '[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]': "rank 0 never executes the backward of microbatch 1 on stage 0",
+    '[("F", 0, 0), ("F", 0, 0)]': "rank 0 executes the forward of microbatch 0 on stage 0 twice",
+    '[("F", 1, 0)]': "invalid action ('F', 1, 0) on rank 0",
+    '[("F", 0, 0), ("X", 0, 0)]': "invalid action ('X', 0, 0) on rank 0",
+    '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]': DEADLOCK,
+}
+
+
+@pytest.mark.parametrize("actions_of_rank_0, message", INVALID_ACTIONS.items())
 def test_an_invalid_schedule_is_refused_with_the_invalid_action(
     tmp_path: Path, actions_of_rank_0: str, message: str
 ) -> None:
     settings = write_schedule(tmp_path, f"    return [{actions_of_rank_0}, {VALID_ACTIONS_OF_RANK_1}]\n")
-    with pytest.raises(UserError) as caught:
+    with expect_refusal(message):
         schedules.make_schedule(settings)
-    assert message in str(caught.value)
 
 
 RETURN_TYPE = (
@@ -131,46 +131,36 @@ RETURN_TYPE = (
 )
 
 
-@pytest.mark.parametrize(
-    ("body", "line", "message"),
-    [
-        ("    return [[]]\n", 1, "a schedule must have one list of actions per rank (got 1 list for 2 ranks)"),
-        ("    return 3\n", 1, f"'int' object is not iterable; {RETURN_TYPE}"),
-        ("    return [['F', 0]]\n", 1, RETURN_TYPE),
-        ("    return ]\n", 2, "SyntaxError: unmatched ']'"),
-        ("    order = x\n", 2, "NameError: name 'x' is not defined"),
-        ("    return [[] for _ in range(2 // 0)]\n", 2, "ZeroDivisionError: integer division or modulo by zero"),
-        ("    yield []\n    raise KeyError('a\\nb')\n", 3, "KeyError: 'a\\nb'"),
-        ("    raise ValueError('one\\ntwo')\n", 2, "ValueError: one"),
-        ("    assert not stages\n", 2, "AssertionError"),
-        ("    raise SystemExit\n", 2, "SystemExit"),
-        (
-            "    return actions_of(stages)\n\ndef actions_of(count):\n    return [0][count]\n",
-            5,
-            "IndexError: list index out of range",
-        ),
-        ("    import json\n    json.loads('{')\n", 3, "JSONDecodeError: Expecting property name"),
-        ("    return []\n1 / 0\n", 3, "ZeroDivisionError: division by zero"),
-        ("    return []\nraise SystemExit(0)\n", 3, "SystemExit: 0"),
-        (
-            "    return []\nmine = lambda: 0\n",
-            3,
-            f"<lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
-        ),
-        ("    return []\nmine = dict\n", None, f"dict expected at most 1 argument, got 3; {RETURN_TYPE}"),
-        ("    return []\n\0", None, "cannot contain null bytes"),
-    ],
-)
-def test_an_error_of_a_custom_schedule_has_file_and_line(
-    tmp_path: Path, body: str, line: int | None, message: str
-) -> None:
-    settings = write_schedule(tmp_path, body)
+ERRORS_OF_SCHEDULES = {
+    "    return [[]]": ":1: a schedule must have one list of actions per rank (got 1 list for 2 ranks)",
+    "    return 3": f":1: 'int' object is not iterable; {RETURN_TYPE}",
+    "    return [['F', 0]]": f":1: {RETURN_TYPE}",
+    "    return ]": ":2: SyntaxError: unmatched ']'",
+    "    order = x": ":2: NameError: name 'x' is not defined",
+    "    return [[] for _ in range(2 // 0)]": ":2: ZeroDivisionError: integer division or modulo by zero",
+    "    yield []\n    raise KeyError('a\\nb')": ":3: KeyError: 'a\\nb'",
+    "    raise ValueError('one\\ntwo')": ":2: ValueError: one",
+    "    assert not stages": ":2: AssertionError",
+    "    raise SystemExit": ":2: SystemExit",
+    "    return pick(stages)\n\ndef pick(count):\n    return [0][count]": ":5: IndexError: list index out of range",
+    "    import json\n    json.loads('{')": ":3: JSONDecodeError: Expecting property name",
+    "    return []\n1 / 0": ":3: ZeroDivisionError: division by zero",
+    "    return []\nraise SystemExit(0)": ":3: SystemExit: 0",
+    "    return []\nmine = lambda: 0": f":3: <lambda>() takes 0 positional arguments but 3 were given; {RETURN_TYPE}",
+    "    return []\nmine = dict": f": dict expected at most 1 argument, got 3; {RETURN_TYPE}",
+    "    return []\n\0": ": cannot contain null bytes",
+}
+
+
+@pytest.mark.parametrize("body, expected", ERRORS_OF_SCHEDULES.items())
+def test_an_error_of_a_custom_schedule_has_file_and_line(tmp_path: Path, body: str, expected: str) -> None:
+    settings = write_schedule(tmp_path, f"{body}\n")
     with pytest.raises(UserError) as caught:
         schedules.make_schedule(settings)
     file = tmp_path / "custom.py"
-    position = f"{file}:{line}" if line else f"{file}"
+    line, _, message = expected.partition(": ")
     text = str(caught.value)
-    assert text.startswith(f"schedule={settings.schedule}: {position}: "), text
+    assert text.startswith(f"schedule={settings.schedule}: {file}{line}: "), text
     assert message in text
     assert "\n" not in text
 
