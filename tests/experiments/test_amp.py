@@ -23,15 +23,16 @@ from experiments import amp_accum
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.environment.shared_results import create_folder_once
-from tests.harness.parity.amp_cases import PLANTS, expected
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.ddp_cases import wrong
+from tests.harness.parity.amp_cases import AMP, INFINITE_VALUES
+from tests.harness.parity.driver import load_outcomes, train_cases
+from tests.harness.parity.method import run_reference
+from tests.harness.parity.reference import list_differences, list_loss_differences
 
 EVEN = "data.train_limit=480"  # every window of an epoch is complete
 RIGHT = ["accumulate=4", "accumulate=4,no_sync=false", f"accumulate=1,{EVEN}", f"accumulate=4,{EVEN}"]
 DIVISORS = [f"{mistake},accumulate=4,clip=0" for mistake in ("no_divisor", "same_divisor", "last_window_dropped")]
 COUNTED = [f"{case},accumulate=4,steps=5" for case in ("count", "count,no_sync=false", "forward_outside")]
-PLANTED = [f"{plant},precision=fp16,steps=6" for plant in PLANTS]
+PLANTED = [f"{value},precision=fp16,steps=6" for value in INFINITE_VALUES]
 BITS = {bits: f"precision={bits},accumulate=2,steps=60" for bits in ("fp32", "bf16", "fp16")}
 CLIPPED = f"clip_before_unscale,{BITS['fp16']}"
 
@@ -43,36 +44,41 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[int, 
 
     def train(folder: Path) -> None:
         for count, names in cases.items():
-            train_cases("amp_cases", folder, cache, count, names)
+            train_cases(AMP, folder, cache, count, names)
 
     folder = create_folder_once(tmp_path_factory, "amp", train)
-    return {count: torch.load(folder / f"results-{count}.pt", weights_only=True) for count in cases}
+    return {count: load_outcomes(folder, count) for count in cases}
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("case", RIGHT)
 def test_a_window_equals_one_batch(processes: int, case: str, trained: Any, cache: Path) -> None:
-    reference = expected(cache, case.replace(",no_sync=false", ""))
-    assert wrong(trained[processes][case], reference) == []
-    losses = reference["losses"]
+    reference_run = run_reference(AMP, cache, case.replace(",no_sync=false", ""))
+    assert list_differences(trained[processes][case], reference_run) == []
+    losses = reference_run["losses"]
     assert len(losses) == 30
     assert losses[-1] < 0.9 * losses[0], "without progress the comparison proves nothing"
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_four_small_microbatches_equal_one_large_batch(processes: int, trained: Any) -> None:
-    assert wrong(trained[processes][RIGHT[3]], trained[processes][RIGHT[2]]) == []
+    assert list_differences(trained[processes][RIGHT[3]], trained[processes][RIGHT[2]]) == []
 
 
 @pytest.mark.parametrize("case", DIVISORS)
 def test_the_comparison_detects_wrong_windows(case: str, trained: Any, cache: Path) -> None:
-    differences = wrong(trained[1][case], expected(cache, "accumulate=4,clip=0"))
-    assert any("losses" in difference for difference in differences)
-    assert any("weight" in difference for difference in differences)
+    reference_run = run_reference(AMP, cache, "accumulate=4,clip=0")
+    assert list_loss_differences(trained[1][case], reference_run)
+    assert any("weight" in difference for difference in list_differences(trained[1][case], reference_run))
+
+
+def read_column(outcome: dict[str, Any], name: str) -> list[Any]:
+    """Return a value that metrics.jsonl contains for each step."""
+    return [row[name] for row in outcome["rows"] if "loss" in row]
 
 
 def test_the_samples_of_a_short_window_are_counted(trained: Any) -> None:
-    counts = trained[2]["accumulate=4"]["samples"]
+    counts = read_column(trained[2]["accumulate=4"], "samples")
     assert counts[19:22] == [480, 498, 522], "the last window of the first epoch has three microbatches of 6"
 
 
@@ -80,10 +86,10 @@ def test_gradients_are_exchanged_once_a_window(trained: Any) -> None:
     per_window, per_microbatch, forward_outside = (trained[2][case] for case in COUNTED)
     gradient_bytes = 8 * sum(p.numel() for p in networks.SimpleNN().parameters())
     assert per_window["exchanged"] == 5 * gradient_bytes
-    assert sum(per_window["bytes_sent"]) == 5 * gradient_bytes, "each of two ranks sends all its gradients"
+    assert sum(read_column(per_window, "bytes_sent")) == 5 * gradient_bytes, "each of two ranks sends all its gradients"
     assert per_window["sent_before_meter"] == gradient_bytes, "the creation of DDP is not counted as a step"
     assert per_microbatch["exchanged"] == 20 * gradient_bytes
-    assert sum(per_microbatch["bytes_sent"]) == 20 * gradient_bytes
+    assert sum(read_column(per_microbatch, "bytes_sent")) == 20 * gradient_bytes
     assert forward_outside["exchanged"] == 20 * gradient_bytes, "a forward outside no_sync saves nothing"
     # the losses are correct, so only the bytes show the mistake
     assert forward_outside["losses"] == pytest.approx(per_window["losses"], abs=1e-9, rel=0)
@@ -107,12 +113,12 @@ def test_lower_precision_learns_the_same(bits: str, trained: Any) -> None:
 
 @pytest.mark.parametrize("case", PLANTED)
 def test_all_ranks_skip_the_step_if_one_rank_overflows(case: str, trained: Any) -> None:
-    record = trained[2][case]
-    assert record["skipped"] == [0, 0, 1, 0, 0, 0]
-    assert record["scale"] == 32768
-    assert record["moved"] == [True, False, True, True, True]
-    assert len(set(record["sums"])) == 1, "the ranks have different models"
-    assert [math.isfinite(loss) for loss in record["losses"]].count(False) == ("nan_loss" in case)
+    outcome = trained[2][case]
+    assert read_column(outcome, "skipped") == [0, 0, 1, 0, 0, 0]
+    assert outcome["scale"] == 32768
+    assert outcome["moved"] == [True, False, True, True, True]
+    assert outcome["differing_ranks"] == [], "the ranks have different models"
+    assert [math.isfinite(loss) for loss in outcome["losses"]].count(False) == ("nan_loss" in case)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])

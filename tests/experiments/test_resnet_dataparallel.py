@@ -27,31 +27,31 @@ from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.dataparallel_cases import train_run
-from tests.harness.parity.reference import differences
+from tests.harness.parity.dataparallel_cases import DATA_PARALLEL, train_run
+from tests.harness.parity.driver import train_cases
+from tests.harness.parity.reference import list_differences, list_loss_differences
 
 SMALL = ("model=mlp", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
 def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
-    (expected,) = train_cases("dataparallel_cases", tmp_path, cache, 1, ["strategy=single"]).values()
-    assert len(expected["losses"]) == 10
-    assert len(expected["state"]) == 122
-    assert expected["state"]["bn1.num_batches_tracked"] == 10
+    (single_process,) = train_cases(DATA_PARALLEL, tmp_path, cache, 1, ["strategy=single"]).values()
+    assert len(single_process["losses"]) == 10
+    assert len(single_process["state"]) == 122
+    assert single_process["state"]["bn1.num_batches_tracked"] == 10
     cases = ["sync_batchnorm=true", "sync_batchnorm=false"]
-    synchronised, separate = train_cases("dataparallel_cases", tmp_path, cache, 2, cases).values()
-    assert differences(synchronised, expected) == []
+    synchronised, separate = train_cases(DATA_PARALLEL, tmp_path, cache, 2, cases).values()
+    assert list_differences(synchronised, single_process) == []
     # the comparison detects norms that use the local shard only, although one shard is empty
-    assert any("losses" in difference for difference in differences(separate, expected))
+    assert list_loss_differences(separate, single_process)
     for tensor in separate["state"].values():
         assert tensor.isfinite().all()
 
 
 def test_every_strategy_equals_one_process(cache: Path, tmp_path: Path) -> None:
-    _, expected = train_run(cache, tmp_path / "single", 10, "model=convnet", "strategy=single")
-    ddp, shared = train_run(cache, tmp_path / "ddp", 10, "model=convnet", "compare=false")
-    assert differences(shared, expected) == []
+    _, single_process = train_run(cache, tmp_path / "single", 10, "model=convnet", "strategy=single")
+    ddp, sharded = train_run(cache, tmp_path / "ddp", 10, "model=convnet", "compare=false")
+    assert list_differences(sharded, single_process) == []
     assert ddp.result["last_batch"] == [1, 0]
     assert ddp.result["devices"] == 2
     for functional in ("true", "false"):
@@ -59,8 +59,8 @@ def test_every_strategy_equals_one_process(cache: Path, tmp_path: Path) -> None:
         completed, trained = train_run(cache, tmp_path / functional, 10, *settings)
         if torch.cuda.device_count() < 2:
             check_that_data_parallel_was_not_used(completed)
-            assert trained["losses"] == expected["losses"]
-        assert trained["state"].keys() == expected["state"].keys()
+            assert trained["losses"] == single_process["losses"]
+        assert trained["state"].keys() == single_process["state"].keys()
 
 
 def check_that_data_parallel_was_not_used(completed: FinishedRun) -> None:

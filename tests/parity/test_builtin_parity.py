@@ -11,9 +11,11 @@ from common.runs.folder import read_json
 from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.experiments.registry import ENTRIES, Entry
-from tests.harness.parity import ddp_cases, stage_cases
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.reference import TOLERANCE, differences
+from tests.harness.parity.ddp_cases import DDP
+from tests.harness.parity.driver import train_cases
+from tests.harness.parity.method import run_reference
+from tests.harness.parity.reference import TOLERANCE, list_differences
+from tests.harness.parity.stage_cases import PIPELINE
 from tests.harness.ranks.programs import check_program
 from tests.harness.runs.resuming import ONE_THREAD
 
@@ -84,27 +86,26 @@ def test_an_experiment_over_a_transport_equals_one_process(
 
 def test_messages_of_pipelines_equal_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
     """Both engines, with one and two stages per rank."""
-    name = "mnist_pipeline"
     cases = [
         f"engine=own,schedule=1f1b,stages=2,microbatches=6,{WIRE}",
         f"engine=torch,schedule=1f1b,stages=2,microbatches=6,{WIRE}",
         f"engine=own,schedule=gpipe,stages=4,stages_per_process=2,microbatches=4,{WIRE}",
     ]
-    trained = train_cases("stage_cases", tmp_path, cache, 2, cases, name)
-    assert list(trained) == cases
-    expected = stage_cases.expected(cache, name, "stages=1")
-    for case, outcome in trained.items():
-        assert differences(outcome, expected) == [], case
+    outcomes = train_cases(PIPELINE, tmp_path, cache, 2, cases)
+    assert list(outcomes) == cases
+    reference_run = run_reference(PIPELINE, cache, "stages=1")
+    for case, outcome in outcomes.items():
+        assert list_differences(outcome, reference_run) == [], case
 
 
 @pytest.mark.parametrize("transport", ["auto", "network"])
 def test_ddp_and_fsdp_equal_one_process(transport: str, tmp_path: Path, cache: Path) -> None:
     settings = f"launch.backend=builtin,launch.transport={transport}"
     cases = [f"strategy=fsdp,{settings}", f"find_unused_parameters=true,{settings}"]
-    trained = train_cases("ddp_cases", tmp_path, cache, 2, cases)
-    expected = ddp_cases.expected(cache, "model=convnet")
+    outcomes = train_cases(DDP, tmp_path, cache, 2, cases)
+    reference_run = run_reference(DDP, cache, "model=convnet")
     for case in cases:
-        assert ddp_cases.wrong(trained[case], expected) == [], case
+        assert list_differences(outcomes[case], reference_run) == [], case
 
 
 def test_encrypted_ranks_equal_one(tmp_path: Path, quick: tuple[str, ...]) -> None:

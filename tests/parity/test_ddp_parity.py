@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from tests.harness.environment.shared_results import create_folder_once
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.ddp_cases import expected, wrong
+from tests.harness.parity.ddp_cases import DDP
+from tests.harness.parity.driver import load_outcomes, train_cases
+from tests.harness.parity.method import run_reference
+from tests.harness.parity.reference import list_differences, list_loss_differences
 
-DDP = ["strategy=ddp", "gradient_as_bucket_view=false,bucket_mb=25", "static_graph=true", "find_unused_parameters=true"]
+DDP_CASES = [
+    "strategy=ddp",
+    "gradient_as_bucket_view=false,bucket_mb=25",
+    "static_graph=true",
+    "find_unused_parameters=true",
+]
 MISTAKES = ("sums_losses", "no_communication", "same_share")
 SLOW = "slow_rank,steps=25"
 GENTLE = "optim.lr=0.05"  # larger steps amplify rounding
@@ -26,11 +33,9 @@ BRIEF = f"{SYNCED},steps=10"
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The results of every ConvNet case of two processes, correct ones and mistakes."""
-    cases = ["strategy=fsdp", *DDP, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
-    folder = create_folder_once(
-        tmp_path_factory, "ddp-of-two", lambda path: train_cases("ddp_cases", path, cache, 2, cases)
-    )
-    return dict(torch.load(folder / "results-2.pt", weights_only=True))
+    cases = ["strategy=fsdp", *DDP_CASES, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
+    folder = create_folder_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases(DDP, path, cache, 2, cases))
+    return load_outcomes(folder, 2)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -38,39 +43,54 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
     processes: int, tmp_path: Path, cache: Path, request: pytest.FixtureRequest
 ) -> None:
     if processes == 2:
-        cases = ["strategy=fsdp", *DDP]
-        trained = request.getfixturevalue("of_two")
+        cases = ["strategy=fsdp", *DDP_CASES]
+        outcomes = request.getfixturevalue("of_two")
     else:
-        cases = ["strategy=fsdp", DDP[0]]
-        trained = train_cases("ddp_cases", tmp_path, cache, processes, cases)
-    single_process = expected(cache, CONVNET)
+        cases = ["strategy=fsdp", DDP_CASES[0]]
+        outcomes = train_cases(DDP, tmp_path, cache, processes, cases)
+    reference_run = run_reference(DDP, cache, CONVNET)
     for case in cases:
-        assert wrong(trained[case], single_process) == [], case
-    losses = single_process["losses"]
+        assert list_differences(outcomes[case], reference_run) == [], case
+    losses = reference_run["losses"]
     assert len(losses) == 30
     assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
 
 
 def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path: Path, cache: Path) -> None:
     brief_fsdp = f"{BRIEF},strategy=fsdp"
-    trained = train_cases("ddp_cases", tmp_path, cache, 2, [SYNCED, NOT_SYNCED, brief_fsdp])
-    assert wrong(trained[SYNCED], expected(cache, SYNCED)) == []
-    assert wrong(trained[brief_fsdp], expected(cache, BRIEF)) == []
-    not_synced = trained[NOT_SYNCED]
-    two_shares = expected(cache, NOT_SYNCED, shares=2)
-    assert wrong(not_synced, two_shares) == []
+    outcomes = train_cases(DDP, tmp_path, cache, 2, [SYNCED, NOT_SYNCED, brief_fsdp])
+    synced_run = run_reference(DDP, cache, SYNCED)
+    assert list_differences(outcomes[SYNCED], synced_run) == []
+    brief_run = run_reference(DDP, cache, BRIEF)
+    assert list_differences(outcomes[brief_fsdp], brief_run) == []
+    not_synced = outcomes[NOT_SYNCED]
+    two_shards = run_reference(DDP, cache, NOT_SYNCED, (2, 2))
+    assert list_differences(not_synced, two_shards) == []
 
     # the check sees norms that are not synchronised, and buffers before they are averaged
-    assert any("losses" in difference for difference in wrong(not_synced, expected(cache, SYNCED)))
-    differing = wrong(not_synced | {"state": not_synced["before"]}, two_shares)
-    assert differing
-    assert all("running_" in difference for difference in differing)
+    assert list_loss_differences(not_synced, synced_run)
+    not_averaged = not_synced | {"state": not_synced["state_before_evaluation"]}
+    differences = list_differences(not_averaged, two_shards)
+    assert differences
+    assert all("running_" in difference for difference in differences)
+
+
+def test_the_check_sees_ranks_with_different_models(of_two: dict[str, Any]) -> None:
+    assert of_two["strategy=ddp"]["differing_ranks"] == []
+    assert of_two["no_communication,clip=0"]["differing_ranks"] == [1]
+
+
+def test_a_failed_case_is_named(tmp_path: Path, cache: Path) -> None:
+    failing_case = "fails_on_rank_1,steps=5"
+    with pytest.raises(AssertionError, match="ArithmeticError: planted failure") as caught:
+        train_cases(DDP, tmp_path, cache, 2, ["steps=5", failing_case, "steps=6"])
+    assert f"The case is {failing_case}." in str(caught.value)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_check_sees_mistakes_of_data_parallelism(mistake: str, cache: Path, of_two: dict[str, Any]) -> None:
-    differing = wrong(of_two[f"{mistake},clip=0"], expected(cache, "clip=0"))
-    assert any("losses" in difference for difference in differing)
+    reference_run = run_reference(DDP, cache, "clip=0")
+    assert list_loss_differences(of_two[f"{mistake},clip=0"], reference_run)
 
 
 def test_a_slow_process_is_named_as_the_straggler(of_two: dict[str, Any]) -> None:
@@ -80,10 +100,11 @@ def test_a_slow_process_is_named_as_the_straggler(of_two: dict[str, Any]) -> Non
 
 
 def test_communication_hooks_lose_only_digits(cache: Path, of_two: dict[str, Any]) -> None:
-    exact = torch.tensor(expected(cache, GENTLE)["losses"], dtype=torch.float64)
+    reference_run = run_reference(DDP, cache, GENTLE)
+    exact = torch.tensor(reference_run["losses"], dtype=torch.float64)
     gaps = []
     for hook in HOOKS:
-        assert len(set(of_two[hook]["sums"])) == 1, "processes hold different models"
+        assert of_two[hook]["differing_ranks"] == [], "processes hold different models"
         losses = torch.tensor(of_two[hook]["losses"], dtype=torch.float64)
         gaps.append((losses - exact).abs())
     fp16, bf16, powersgd = gaps

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.harness.parity.cases import train_cases
+from tests.harness.parity.driver import train_cases
+from tests.harness.parity.local_sgd_cases import LOCAL_SGD
 from tests.harness.parity.reference import TOLERANCE
 
-DDP = "ddp,seed=0"
+DDP = "ddp"
 DELAYED_START = "every=4,start=6"
 PLAIN_SGD = "optim.momentum=0,optim.lr=0.3"
 
@@ -40,16 +41,16 @@ def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
     plain_sgd = f"every=1,{PLAIN_SGD}"
     ddp_sgd = f"ddp,{PLAIN_SGD}"
     torch_optimizer = f"torch,{DELAYED_START}"
-    local_sgd_cases = [averaged, "every=1", reset, plain_sgd, DELAYED_START, "every=4"]
-    cases = [*local_sgd_cases, DDP, ddp_sgd, torch_optimizer]
-    trained = train_cases("local_sgd_cases", tmp_path, cache, workers, cases)
-    assert find_gap(trained[averaged], trained[DDP]) <= TOLERANCE
-    assert find_gap(trained["every=1"], trained[DDP]) <= TOLERANCE
-    assert find_gap(trained[plain_sgd], trained[ddp_sgd]) <= TOLERANCE
-    assert find_gap(trained[DELAYED_START], trained[torch_optimizer]) <= 1e-12
+    local_cases = [averaged, "every=1", reset, plain_sgd, DELAYED_START, "every=4"]
+    cases = [*local_cases, DDP, ddp_sgd, torch_optimizer]
+    outcomes = train_cases(LOCAL_SGD, tmp_path, cache, workers, cases)
+    assert find_gap(outcomes[averaged], outcomes[DDP]) <= TOLERANCE
+    assert find_gap(outcomes["every=1"], outcomes[DDP]) <= TOLERANCE
+    assert find_gap(outcomes[plain_sgd], outcomes[ddp_sgd]) <= TOLERANCE
+    assert find_gap(outcomes[DELAYED_START], outcomes[torch_optimizer]) <= 1e-12
     # the comparison sees momentum that is reset, and synchronous steps that are left out
-    assert find_gap(trained[DDP], trained[reset]) > 1e-6
-    assert find_gap(trained[torch_optimizer], trained["every=4"]) > 1e-6
+    assert find_gap(outcomes[DDP], outcomes[reset]) > 1e-6
+    assert find_gap(outcomes[torch_optimizer], outcomes["every=4"]) > 1e-6
 
 
 def test_one_worker_equals_plain_training_for_any_round(tmp_path: Path, cache: Path) -> None:
@@ -60,8 +61,8 @@ def test_one_worker_equals_plain_training_for_any_round(tmp_path: Path, cache: P
         "every=3,momentum_of=reset",
         "every=3,delay=1,outer_lr=0.5",
     ]
-    trained = train_cases("local_sgd_cases", tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases])
+    outcomes = train_cases(LOCAL_SGD, tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases])
     for case in equal_cases:
-        assert find_gap(trained[case], trained[DDP]) <= TOLERANCE, case
+        assert find_gap(outcomes[case], outcomes[DDP]) <= TOLERANCE, case
     for case in unequal_cases:
-        assert find_gap(trained[DDP], trained[case]) > 1e-6, case
+        assert find_gap(outcomes[DDP], outcomes[case]) > 1e-6, case

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.reference import differences
-from tests.harness.parity.stage_cases import expected
+from tests.harness.parity.driver import train_cases
+from tests.harness.parity.method import run_reference
+from tests.harness.parity.reference import list_differences, list_loss_differences
+from tests.harness.parity.stage_cases import RESNET
 
-NAME = "resnet_modelparallel"
 CUTS = {2: "[layer3_0]", 3: "[layer2_0,layer3_1]", 4: "[layer2_0,layer3_0,layer4_0]"}
 TORCH = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 WIDE = "width=64,data.samples=13,batch=4,steps=3"  # an epoch of three steps
@@ -54,30 +54,30 @@ def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
     processes: int, kind: str, tmp_path: Path, cache: Path
 ) -> None:
     chosen_cases = cases(processes)[kind]
-    trained = train_cases("stage_cases", tmp_path, cache, processes, chosen_cases, NAME)
-    assert list(trained) == chosen_cases
-    for case, outcome in trained.items():
+    outcomes = train_cases(RESNET, tmp_path, cache, processes, chosen_cases)
+    assert list(outcomes) == chosen_cases
+    for case, outcome in outcomes.items():
         unsplit = SIZES[8] if "split_size=8" in case else SIZES[2]
-        assert differences(outcome, expected(cache, NAME, unsplit)) == [], case
+        reference_run = run_reference(RESNET, cache, unsplit)
+        assert list_differences(outcome, reference_run) == [], case
 
 
 def test_a_resnet_of_full_width_equals_the_unsplit_one(tmp_path: Path, cache: Path) -> None:
     wide_cases = [f"{WIDE},schedule=gpipe,{cut(2)}", f"{WIDE},engine=torch,schedule=1f1b,{cut(2)}"]
-    trained = train_cases("stage_cases", tmp_path, cache, 2, wide_cases, NAME)
-    assert list(trained) == wide_cases
-    unsplit = expected(cache, NAME, f"{WIDE},{SIZES[2]}")
+    outcomes = train_cases(RESNET, tmp_path, cache, 2, wide_cases)
+    assert list(outcomes) == wide_cases
+    unsplit = run_reference(RESNET, cache, f"{WIDE},{SIZES[2]}")
     assert unsplit["state"]["fc.weight"].shape == (10, 512)
     assert len(unsplit["losses"]) == 3
-    for case, outcome in trained.items():
-        assert differences(outcome, unsplit) == [], case
+    for case, outcome in outcomes.items():
+        assert list_differences(outcome, unsplit) == [], case
 
 
 def test_the_check_sees_that_microbatches_change_the_training_of_a_resnet(cache: Path) -> None:
     """BatchNorm computes the statistics of a microbatch, and its counters count microbatches."""
-    two = expected(cache, NAME, SIZES[2])
-    eight = expected(cache, NAME, SIZES[8])
+    two = run_reference(RESNET, cache, SIZES[2])
+    eight = run_reference(RESNET, cache, SIZES[8])
     assert two["state"]["bn1.num_batches_tracked"] == 40
     assert eight["state"]["bn1.num_batches_tracked"] == 10
-    differing = differences(two, eight)
-    assert any("losses" in difference for difference in differing)
-    assert any("running_var" in difference for difference in differing)
+    assert list_loss_differences(two, eight)
+    assert any("running_var" in difference for difference in list_differences(two, eight))

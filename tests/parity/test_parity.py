@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands.processes import run_experiment
-from tests.harness.parity import stage_cases
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.reference import TOLERANCE, differences
-from tests.harness.parity.stage_cases import expected
+from tests.harness.parity.driver import train_cases
+from tests.harness.parity.method import COMMON_SETTINGS, run_reference
+from tests.harness.parity.reference import TOLERANCE, list_differences, list_loss_differences
+from tests.harness.parity.stage_cases import MISTAKES, PIPELINE
 
-NAME = "mnist_pipeline"
 ENGINES = {
     "own": ("naive", "gpipe", "1f1b"),
     "torch": ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"),
@@ -39,11 +38,11 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
         for schedule in ("gpipe", "1f1b"):
             cases.append(f"{make_case('own', schedule, processes, stage_counts[-1])},transport=network")
 
-    trained = train_cases("stage_cases", tmp_path, cache, processes, cases, NAME)
-    assert list(trained) == cases
-    unsplit = expected(cache, NAME, "stages=1")
-    for case, outcome in trained.items():
-        assert differences(outcome, unsplit) == [], case
+    outcomes = train_cases(PIPELINE, tmp_path, cache, processes, cases)
+    assert list(outcomes) == cases
+    unsplit = run_reference(PIPELINE, cache, "stages=1")
+    for case, outcome in outcomes.items():
+        assert list_differences(outcome, unsplit) == [], case
     losses = unsplit["losses"]
     assert len(losses) == 14
     assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
@@ -51,19 +50,18 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
 
 def test_the_check_sees_mistakes_of_pipelines(tmp_path: Path, cache: Path) -> None:
     correct_case = make_case("own", "gpipe", 2, 1)
-    cases = [f"{mistake},{correct_case}" for mistake in stage_cases.MISTAKES]
-    trained = train_cases("stage_cases", tmp_path, cache, 2, cases, NAME)
-    assert list(trained) == cases
-    for case, outcome in trained.items():
-        differing = differences(outcome, expected(cache, NAME, "stages=1"))
-        assert any("losses" in difference for difference in differing), case
+    cases = [f"{mistake},{correct_case}" for mistake in MISTAKES]
+    outcomes = train_cases(PIPELINE, tmp_path, cache, 2, cases)
+    assert list(outcomes) == cases
+    unsplit = run_reference(PIPELINE, cache, "stages=1")
+    for case, outcome in outcomes.items():
+        assert list_loss_differences(outcome, unsplit), case
 
 
 def test_public_command_equals_the_unsplit_model(tmp_path: Path, cache: Path) -> None:
-    settings = [f"{name}={value}" for name, value in stage_cases.PIPELINE.items()]
-    settings.append(f"data.cache={cache}")
-    split = run_experiment(NAME, *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
-    unsplit = run_experiment(NAME, *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")
+    settings = (*COMMON_SETTINGS, *PIPELINE.settings, f"data.cache={cache}")
+    split = run_experiment("mnist_pipeline", *settings, "stages=2", "schedule=1f1b", runs=tmp_path / "split")
+    unsplit = run_experiment("mnist_pipeline", *settings, "stages=1", "microbatches=1", runs=tmp_path / "unsplit")
     assert split.returncode == 0, split.stderr
     assert unsplit.returncode == 0, unsplit.stderr
     assert len(split.losses) == 14

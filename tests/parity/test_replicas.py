@@ -15,8 +15,7 @@ from common.models.networks import ResNet
 from common.system import seeds
 from configs.resnet_modelparallel import Config
 from tests.harness.commands.processes import FinishedRun, run_experiment
-from tests.harness.parity import reference
-from tests.harness.parity.reference import differences
+from tests.harness.parity.reference import list_differences, train_reference
 
 STEPS = 10
 PARITY = (
@@ -37,15 +36,16 @@ STAGES = ("replicas=2", "stages=2", "split=[layer3_0]", "checkpoint.every_second
 
 
 @functools.cache
-def expected(cache: Path) -> dict[str, Any]:
-    """Train two shares of each batch in microbatches; each share has its own BatchNorm buffers.
+def train_two_shards(cache: Path) -> dict[str, Any]:
+    """Train two shards of each batch in microbatches; each shard has its own BatchNorm buffers.
 
     The buffers are averaged for the evaluation after each epoch, and training continues with the means.
     """
     cfg = config.load_config(Config, [*PARITY, f"data.cache={cache}", "mode=single"], {})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = ResNet("resnet18", (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width).double()
-    return reference.trained(cfg, model, prepare.prepare_dataset(cfg.data), shares=2, piece=cfg.split_size)
+    prepared = prepare.prepare_dataset(cfg.data)
+    return train_reference(cfg, model, prepared, (4, 4))
 
 
 def read_outcome(completed: FinishedRun) -> dict[str, Any]:
@@ -73,5 +73,5 @@ def read_outcome(completed: FinishedRun) -> dict[str, Any]:
 def test_two_replicas_of_two_stages_equal_one_process(settings: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
     common = (*PARITY, *STAGES, f"checkpoint.every_steps={STEPS}", f"data.cache={cache}")
     completed = run_experiment("resnet_modelparallel", *common, *settings, runs=tmp_path, timeout=250)
-    assert differences(read_outcome(completed), expected(cache)) == []
+    assert list_differences(read_outcome(completed), train_two_shards(cache)) == []
     assert len(list(completed.folder.list_attempts()[0].attempt_folder.glob("heartbeat-*.json"))) == 4

@@ -23,7 +23,8 @@ from common.training import optimizers
 from configs.amp_accum import Config as AmpConfig
 from configs.shared import Optim
 from experiments import amp_accum
-from tests.harness.parity.amp_cases import made
+from tests.harness.parity.amp_cases import MISTAKES
+from tests.harness.parity.method import replace_attributes
 
 CPU = torch.device("cpu")
 
@@ -51,11 +52,11 @@ def test_without_the_divisor_steps_are_as_many_times_too_long() -> None:
     window = list(zip(images.split(4), labels.split(4), strict=True))
     expected = compute_gradient(cfg, model, [(images, labels)])
     assert torch.allclose(compute_gradient(cfg, model, window), expected, atol=1e-12)
-    with made("no_divisor"):
+    with replace_attributes(*MISTAKES["no_divisor"]):
         assert torch.allclose(compute_gradient(cfg, model, window), 4 * expected, atol=1e-12)
     # with a constant divisor, a last window of three microbatches gives three quarters of a step
     expected_short = compute_gradient(cfg, model, window[:3])
-    with made("same_divisor"):
+    with replace_attributes(*MISTAKES["same_divisor"]):
         assert torch.allclose(compute_gradient(cfg, model, window[:3]), 0.75 * expected_short, atol=1e-12)
 
 
@@ -131,7 +132,7 @@ def test_clipping_before_unscaling_clips_the_scale() -> None:
         return float((flatten_parameters(model) - before).norm())
 
     assert measure_step_length() == pytest.approx(0.01, rel=1e-3)
-    with made("clip_before_unscale"):
+    with replace_attributes(*MISTAKES["clip_before_unscale"]):
         assert measure_step_length() < 1e-6
 
 
@@ -156,7 +157,7 @@ def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
         return count
 
     assert count_skipped_steps() == 0
-    with made("scaler_for_bf16"):
+    with replace_attributes(*MISTAKES["scaler_for_bf16"]):
         assert count_skipped_steps() > 10, "the scale grows until it overflows float32"
 
 
@@ -169,7 +170,10 @@ def test_the_old_spelling_switches_itself_off_without_a_gpu() -> None:
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.float16
     assert scaler.is_enabled()
     assert not caught
-    with made("old_spelling"), pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"):
+    with (
+        replace_attributes(*MISTAKES["old_spelling"]),
+        pytest.warns(FutureWarning, match=r"torch\.amp\.GradScaler"),
+    ):
         old_scaler = amp_accum.make_scaler(cfg, CPU)
     with pytest.warns(FutureWarning, match=r"torch\.amp\.autocast"), torch.cuda.amp.autocast():
         dtype = nn.Linear(2, 2)(torch.ones(1, 2)).dtype

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.harness.commands.processes import run_experiment
 from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.experiments.registry import ENTRY_BY_NAME
-from tests.harness.parity.cases import train_cases
-from tests.harness.parity.local_sgd_cases import ADAMW
+from tests.harness.parity.driver import load_outcomes, train_cases
+from tests.harness.parity.local_sgd_cases import ADAMW, LOCAL_SGD
 from tests.harness.parity.reference import TOLERANCE
 from tests.harness.runs.resuming import ONE_THREAD, copy_as_interrupted, find_differences, resume_run
 
-DDP = "ddp,seed=0"
+DDP = "ddp"
 LOCAL = "every=1"
 AVERAGED = "every=1,momentum_of=averaged"
 FEW = "steps=12"
@@ -30,10 +29,11 @@ CASES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The training of two workers, by case."""
-    folder = create_folder_once(
-        tmp_path_factory, "local-mistakes", lambda path: train_cases("local_sgd_cases", path, cache, 2, CASES)
-    )
-    return dict(torch.load(folder / "results-2.pt", weights_only=True))
+
+    def train(folder: Path) -> None:
+        train_cases(LOCAL_SGD, folder, cache, 2, CASES)
+
+    return load_outcomes(create_folder_once(tmp_path_factory, "local-mistakes", train), 2)
 
 
 def compute_distance(training: dict[str, Any], reference: dict[str, Any]) -> float:

@@ -1,17 +1,8 @@
-"""Train cases of local SGD, of DDP and of torch's PostLocalSGDOptimizer in one launch, for parity tests to compare.
-
-    python -m tests.harness.parity.local_sgd_cases OUT_FILE CACHE PROCESSES key=value,key=value ...
-        one argument a case
-
-A case may begin with `ddp` (the same training with DDP), with `torch` (the same training with torch's optimizer), or
-with one of MISTAKES, which is planted.
-"""
+"""Method of local_sgd. The same training with DDP and with torch's PostLocalSGDOptimizer are cases, too."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -25,45 +16,34 @@ from torch.optim import Optimizer
 
 from common.api import Run, build_optimizer, init_network
 from common.checkpoint.train_state import TrainState
-from common.config import config
-from common.data.prepare import PreparedDataset
-from common.ranks.ranks import Ranks
-from common.ranks.rendezvous import World
-from common.runs.folder import RunFolder
 from common.techniques.local_sgd.state import LocalState
 from common.techniques.local_sgd.worker import LocalWorker
 from configs import ddp_multinode as ddp_settings
 from configs.local_sgd import Config
 from experiments import ddp_multinode, local_sgd
-from tests.harness.parity.cases import save_cases, train_script
+from tests.harness.parity.method import Outcome, ParityMethod
 
-BASE = {
-    "data.name": "digits",
-    "data.train_limit": "120",  # 5 batches an epoch
-    "data.test_limit": "100",
-    "dtype": "float64",
-    "model": "mlp",
-    "launch.threads": "1",
-    "batch": "24",
-    "optim.lr": "0.05",
-    "optim.base_batch": "24",
-    "optim.warmup": "5",
-    "epochs": "8",
-    "steps": "26",
-    "checkpoint.every_seconds": "0",
-}
+SETTINGS = (
+    "data.name=digits",
+    "data.train_limit=120",  # 5 batches an epoch
+    "data.test_limit=100",
+    "model=mlp",
+    "batch=24",
+    "optim.lr=0.05",
+    "optim.base_batch=24",
+    "optim.warmup=5",
+    "epochs=8",
+    "steps=26",
+)
 ADAMW = "optim.name=adamw,optim.lr=0.003"
-MISTAKES = ("sums_momentum", "momentum_of_rank_0", "averages_first_moments", "counts_workers")
-SPECIAL = ("ddp", "torch", *MISTAKES)
 
 
-def settings(text: str) -> tuple[Any, str]:
-    """Return the config of a case, and its prefix: `ddp`, `torch`, a mistake, or nothing."""
-    assignments = text.split(",")
-    special = assignments.pop(0) if assignments[0] in SPECIAL else ""
-    schema = ddp_settings.Config if special == "ddp" else Config
-    changes = dict(assignment.split("=") for assignment in assignments)
-    return config.build_config(schema, [BASE | changes]), special
+def train(cfg: Config, run: Run) -> Outcome:
+    """Train, and return the counts of exchanges and bytes."""
+    local_sgd.main(cfg, run)
+    if not isinstance(run.state, LocalState):
+        return {}
+    return {"counts": run.state.worker.counts.tolist()}
 
 
 def wrap_with_torch(
@@ -77,7 +57,14 @@ def wrap_with_torch(
     return model, PostLocalSGDOptimizer(inner, averager)
 
 
-def train_with_torch(cfg: Config, run: Run) -> None:
+# ---- changes: each function gets the function that it replaces as first argument
+
+
+def train_with_ddp(_: Any, cfg: Config, run: Run) -> None:
+    ddp_multinode.main(ddp_settings.Config(model=cfg.model, optim=cfg.optim), run)
+
+
+def train_with_torch(_: Any, cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.classes).to(run.dtype)
     inner = build_optimizer(network.parameters(), cfg.optim)
     model, optimizer = wrap_with_torch(network, inner, cfg.start, cfg.every)
@@ -90,42 +77,41 @@ def train_with_torch(cfg: Config, run: Run) -> None:
         step.log(loss=loss.detach())
 
 
-def train(cfg: Any, special: str, world: World, prepared: PreparedDataset, folder: RunFolder) -> dict[str, Any]:
-    """Train a case on this rank. Return its losses, parameters and scores on rank 0."""
-    scripts = {"ddp": ddp_multinode, "torch": SimpleNamespace(main=train_with_torch)}
-    run = Run(cfg, folder, Ranks(world), prepared)
-    trained = train_script(scripts.get(special, local_sgd), run, *make_mistake(special, world))
-    worker = getattr(run.state, "worker", None)
-    return trained | {"counts": worker.counts.tolist() if worker else []}
+def sum_tensors(average: Any, worker: LocalWorker, tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [mean * dist.get_world_size() for mean in average(worker, tensors)]
 
 
-def make_mistake(name: str, world: World) -> list[tuple[Any, str, Any]]:
-    """Return the replacements that plant a mistake in local_sgd: object, attribute name, new value."""
+def copy_tensors_of_rank_0(_: Any, worker: LocalWorker, tensors: Sequence[Tensor]) -> list[Tensor]:
+    copies = [tensor.clone() for tensor in tensors]
+    for copy in copies:
+        dist.broadcast(copy, 0)
+    return copies
 
-    average_correctly = LocalWorker._average_tensors
 
-    def average(worker: LocalWorker, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if name == "sums_momentum":
-            return [mean * world.size for mean in average_correctly(worker, tensors)]
-        copies = [tensor.clone() for tensor in tensors]
-        for copy in copies:
-            dist.broadcast(copy, 0)
-        return copies
+def find_first_moments(_: Any, worker: LocalWorker) -> list[Tensor]:
+    return [state["exp_avg"] for state in worker.optimizer.state.values()]
 
-    def ends_round(cfg: Config, step: int, total: int) -> bool:
-        return step * world.size % cfg.every == 0 or step == total
 
-    def find_first_moments(worker: LocalWorker) -> list[Tensor]:
-        return [state["exp_avg"] for state in worker.optimizer.state.values()]
+def count_steps_of_all_workers(_: Any, cfg: Config, step: int, total: int) -> bool:
+    """Return whether a round ends after a step, if the steps of each worker were counted."""
+    steps_of_all_workers = step * dist.get_world_size()
+    return steps_of_all_workers % cfg.every == 0 or step == total
 
-    match name:
-        case "sums_momentum" | "momentum_of_rank_0":
-            return [(LocalWorker, "_average_tensors", average)]
-        case "averages_first_moments":
-            return [(LocalWorker, "_find_moments", find_first_moments)]
-        case "counts_workers":
-            return [(local_sgd, "ends_round", ends_round)]
-    return []
+
+LOCAL_SGD = ParityMethod(
+    name="local_sgd_cases:LOCAL_SGD",
+    schema=Config,
+    train=train,
+    settings=SETTINGS,
+    changes={
+        "ddp": [(local_sgd, "main", train_with_ddp)],
+        "torch": [(local_sgd, "main", train_with_torch)],
+        "sums_momentum": [(LocalWorker, "_average_tensors", sum_tensors)],
+        "momentum_of_rank_0": [(LocalWorker, "_average_tensors", copy_tensors_of_rank_0)],
+        "averages_first_moments": [(LocalWorker, "_find_moments", find_first_moments)],
+        "counts_workers": [(local_sgd, "ends_round", count_steps_of_all_workers)],
+    },
+)
 
 
 def drop_own_state() -> None:
@@ -133,7 +119,3 @@ def drop_own_state() -> None:
     (tests/harness/runs/disabled_protection.py).
     """
     LocalState.load = TrainState.load  # type: ignore[method-assign]
-
-
-if __name__ == "__main__":
-    sys.exit(save_cases(settings, train, *sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from common.data.prepare import PreparedDataset
 from configs.shared import Optim
 
 TOLERANCE = 1e-9
+EXACT_SCORES = ("test_accuracy", "test_samples")
+Buffers = dict[str, Tensor]
 
 
-def rate(settings: Optim, step: int, steps: int) -> float:
-    """Return the learning rate: a linear warm-up, then a cosine or linear decay to 0."""
+def compute_learning_rate(settings: Optim, step: int, steps: int) -> float:
+    """Return the learning rate of a step: a linear warm-up, then a cosine or linear decay to 0."""
     warmup = settings.warmup
     if step < warmup:
         return settings.lr * (step + 1) / warmup
@@ -29,122 +32,135 @@ def rate(settings: Optim, step: int, steps: int) -> float:
     return settings.lr * (1 - progress)
 
 
-def normalised(prepared: PreparedDataset, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
+def load_images(prepared: PreparedDataset, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
     """Return normalised images in float64 and labels; all of them, or the first `limit`."""
     statistics = torch.tensor(loader.STATISTICS[prepared.name], dtype=torch.float64)
     mean, std = statistics.view(2, -1, 1, 1)
-    pixels = torch.from_numpy(prepared.map_array(f"{part}_images")[: limit or None]).double()
+    count = limit or None
+    pixels = torch.from_numpy(prepared.map_array(f"{part}_images")[:count]).double()
+    labels = torch.from_numpy(prepared.map_array(f"{part}_labels")[:count]).long()
     if pixels.dim() == 3:
         pixels = pixels[:, None]
-    labels = torch.from_numpy(prepared.map_array(f"{part}_labels")[: limit or None]).long()
-    return (pixels / 255 - mean) / std, labels
+    images = (pixels / 255 - mean) / std
+    return images, labels
 
 
 @torch.no_grad()
-def scored(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the scores of a model."""
-    logits = model.eval()(images)
-    return {
-        "test_loss": F.cross_entropy(logits, labels).item(),
-        "test_accuracy": (logits.argmax(1) == labels).double().mean().item(),
-        "test_samples": len(labels),
-    }
+def compute_scores(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, float]:
+    model.eval()
+    logits = model(images)
+    loss = F.cross_entropy(logits, labels).item()
+    is_correct = logits.argmax(1) == labels
+    accuracy = is_correct.double().mean().item()
+    return {"test_loss": loss, "test_accuracy": accuracy, "test_samples": len(labels)}
 
 
-def trained(
-    cfg: Any,
-    model: nn.Module,
-    prepared: PreparedDataset,
-    *,
-    shares: int | tuple[int, ...] = 1,
-    piece: int = 0,
-    grain: int = 0,
+def train_reference(
+    cfg: Any, model: nn.Module, prepared: PreparedDataset, shard_sizes: tuple[int, ...] = ()
 ) -> dict[str, Any]:
     """Train a model in float64 in one process with the settings of an experiment. Return losses, state and scores.
 
-    Args:
-        shares: number of equal shards of a batch, or the sizes of the shards. Each shard has BatchNorm buffers, which
-            are averaged after each epoch, weighted by samples, as in an evaluation.
-        piece: samples of a microbatch, whose gradients are accumulated; 0 does not split shards.
-        grain: the last batch of an epoch has the largest remaining multiple of this number of samples; by default, it
-            is dropped.
+    `shard_sizes` contains the number of samples in each shard of a batch; empty for a single shard. Each shard has
+    BatchNorm buffers, which are averaged after each epoch, weighted by samples, as in an evaluation.
     """
-    images, labels = normalised(prepared, "train", cfg.data.train_limit)
-    grain = grain or cfg.batch
-    sizes = (1,) * shares if isinstance(shares, int) else shares
+    images, labels = load_images(prepared, "train", cfg.data.train_limit)
+    microbatch_size = getattr(cfg, "microbatch", 0)  # BatchNorm has the statistics of a microbatch; 0 splits no shards
+    batch_multiple = cfg.batch // getattr(cfg, "accumulate", 1)  # the last batch of an epoch has full microbatches
+    shard_weights = shard_sizes or (1,)
+    shard_buffers = [copy_buffers(model) for _ in shard_weights]
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=cfg.optim.momentum, nesterov=True)
-    buffers_of_shards = [copy_buffers(model) for _ in sizes]
     model.train()
+
     losses: list[float] = []
     for epoch in itertools.count():
         order = torch.from_numpy(loader.draw_sample_order(len(images), cfg.seed, epoch))
-        order = order[: len(images) // grain * grain]
-        for batch in order.split(cfg.batch)[: cfg.steps - len(losses)]:
+        used_samples = len(images) // batch_multiple * batch_multiple
+        batches = order[:used_samples].split(cfg.batch)
+        remaining_steps = cfg.steps - len(losses)
+        for batch in batches[:remaining_steps]:
             optimizer.zero_grad()
             batch_loss = 0.0
-            shards = batch.chunk(shares) if isinstance(shares, int) else batch.split(shares)
-            for shard, buffers in zip(shards, buffers_of_shards, strict=True):
+            shards = batch.split(shard_sizes or len(batch))
+            for shard, buffers in zip(shards, shard_buffers, strict=True):
                 if not len(shard):
                     count_empty_batch(buffers)
                     continue
-                for microbatch in shard.split(piece or len(shard)):
+                for microbatch in shard.split(microbatch_size or len(shard)):
                     logits = functional_call(model, buffers, (images[microbatch],))
-                    loss = F.cross_entropy(logits, labels[microbatch], reduction="sum") / len(batch)
+                    loss_sum = F.cross_entropy(logits, labels[microbatch], reduction="sum")
+                    loss = loss_sum / len(batch)
                     loss.backward()
                     batch_loss += loss.item()
             if getattr(cfg, "clip", 0):
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
-            optimizer.param_groups[0]["lr"] = rate(cfg.optim, len(losses), cfg.steps)
+            learning_rate = compute_learning_rate(cfg.optim, len(losses), cfg.steps)
+            optimizer.param_groups[0]["lr"] = learning_rate
             optimizer.step()
             losses.append(batch_loss)
-        average_buffers(buffers_of_shards, sizes)
+        average_buffers(shard_buffers, shard_weights)
         if len(losses) == cfg.steps:
             break
-    model.load_state_dict(dict(model.named_parameters()) | buffers_of_shards[0])
-    scores = scored(model, *normalised(prepared, "test", cfg.data.test_limit))
+    parameters = dict(model.named_parameters())
+    model.load_state_dict(parameters | shard_buffers[0])
+    test_images, test_labels = load_images(prepared, "test", cfg.data.test_limit)
+    scores = compute_scores(model, test_images, test_labels)
     return {"losses": losses, "state": model.state_dict(), "scores": scores}
 
 
-def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+def copy_buffers(model: nn.Module) -> Buffers:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def count_empty_batch(buffers: dict[str, Tensor]) -> None:
+def count_empty_batch(buffers: Buffers) -> None:
     """Count a batch of which a shard has no samples, as BatchNorm does."""
     for name in buffers:
         if name.endswith("num_batches_tracked"):
             buffers[name] += 1
 
 
-def average_buffers(buffers_of_shards: list[dict[str, Tensor]], sizes: tuple[int, ...]) -> None:
-    """Replace floating-point buffers of all shards with their mean, weighted by the sizes of the shards."""
-    for name, first_buffer in buffers_of_shards[0].items():
+def average_buffers(shard_buffers: Sequence[Buffers], weights: Sequence[int]) -> None:
+    """Replace floating-point buffers of all shards with their weighted mean."""
+    for name, first_buffer in shard_buffers[0].items():
         if not first_buffer.is_floating_point():
             continue
         mean = torch.zeros_like(first_buffer)
-        for buffers, size in zip(buffers_of_shards, sizes, strict=True):
-            mean += buffers[name] * size / sum(sizes)
-        for buffers in buffers_of_shards:
+        for buffers, weight in zip(shard_buffers, weights, strict=True):
+            mean += buffers[name] * weight / sum(weights)
+        for buffers in shard_buffers:
             buffers[name] = mean.clone()
 
 
-def differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Return what differs by more than the tolerance, or is missing."""
-    differing = []
-    if len(actual["losses"]) != len(expected["losses"]):
-        differing.append("number of losses")
-    gaps = [abs(a - b) for a, b in zip(actual["losses"], expected["losses"], strict=False)]
-    largest_gap = torch.tensor(gaps, dtype=torch.float64).max().item() if gaps else math.nan  # NaN if any gap is NaN
+def list_differences(outcome: dict[str, Any], reference_run: dict[str, Any]) -> list[str]:
+    """Return what differs from the reference run by more than the tolerance, is missing, or differs between ranks."""
+    differences = list_loss_differences(outcome, reference_run)
+    state = outcome["state"]
+    reference_state = reference_run["state"]
+    if state.keys() != reference_state.keys():
+        differences.append("names of parameters")
+    for name in state.keys() & reference_state.keys():
+        difference = state[name] - reference_state[name]
+        gap = difference.abs().max().item()
+        if not gap <= TOLERANCE:
+            differences.append(f"{name} by {gap:.2g}")
+    for name, score in reference_run["scores"].items():
+        gap = abs(outcome["scores"][name] - score)
+        tolerance = 0.0 if name in EXACT_SCORES else TOLERANCE
+        if not gap <= tolerance:
+            differences.append(f"{name} by {gap:.2g}")
+    if outcome.get("differing_ranks"):
+        differences.append(f"states of ranks {outcome['differing_ranks']}")
+    return differences
+
+
+def list_loss_differences(outcome: dict[str, Any], reference_run: dict[str, Any]) -> list[str]:
+    losses = outcome["losses"]
+    reference_losses = reference_run["losses"]
+    differences = []
+    if len(losses) != len(reference_losses):
+        differences.append("number of losses")
+    pairs = zip(losses, reference_losses, strict=False)
+    gaps = torch.tensor([abs(a - b) for a, b in pairs], dtype=torch.float64)
+    largest_gap = gaps.max().item() if len(gaps) else math.nan  # NaN if any gap is NaN
     if not largest_gap <= TOLERANCE:
-        differing.append(f"losses by {largest_gap:.2g}")
-    if actual["state"].keys() != expected["state"].keys():
-        differing.append("names of parameters")
-    for name in actual["state"].keys() & expected["state"].keys():
-        gap = (actual["state"][name] - expected["state"][name]).abs().max().item()
-        if not gap <= TOLERANCE:
-            differing.append(f"{name} by {gap:.2g}")
-    for name, score in expected["scores"].items():
-        gap = abs(actual["scores"][name] - score)
-        if not gap <= TOLERANCE:
-            differing.append(f"{name} by {gap:.2g}")
-    return differing
+        differences.append(f"losses by {largest_gap:.2g}")
+    return differences
