@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -32,25 +33,38 @@ def make_rank_info(rank: int, attempt_id: str, *, size: int = 2, nodes: int = 1,
     )
 
 
-@pytest.fixture
-def attempt_id() -> str:
-    """An attempt id whose ports no other test uses."""
+def draw_attempt_id() -> str:
     return f"{socket.gethostname()}.{secrets.token_hex(8)}"
 
 
+@pytest.fixture
+def first_port() -> Iterator[tuple[str, socket.socket]]:
+    """An attempt id, and a socket that listens on the first port of this id."""
+    while True:
+        attempt_id = draw_attempt_id()
+        try:
+            server = socket.create_server(("127.0.0.1", network.derive_ports(attempt_id)[0]))
+        except OSError:  # another program uses this port and may close it at any time
+            continue
+        with server:
+            yield attempt_id, server
+        return
+
+
 def test_ranks_of_a_job_meet_although_another_program_has_their_first_port(
-    attempt_id: str, monkeypatch: pytest.MonkeyPatch
+    first_port: tuple[str, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "PROBE_SECONDS", 0.5)
-    first_port = network.derive_ports(attempt_id)[0]
+    attempt_id, _ = first_port
     rank_infos = [make_rank_info(rank, attempt_id) for rank in (1, 0)]
-    with socket.create_server(("127.0.0.1", first_port)), ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:
         stores = list(pool.map(lambda info: rendezvous.open_slurm_store(info, TIMEOUT), rank_infos))
     stores[0].set("greeting", "of rank 1")
     assert stores[1].get("greeting") == b"of rank 1"
 
 
-def test_a_rank_of_another_attempt_is_refused(attempt_id: str) -> None:
+def test_a_rank_of_another_attempt_is_refused() -> None:
+    attempt_id = draw_attempt_id()
     store = rendezvous.open_slurm_store(make_rank_info(0, attempt_id), TIMEOUT)
     store.set("token", "of another attempt")
     with pytest.raises(UnreachableError, match="is used by another program"):
