@@ -174,7 +174,7 @@ def test_a_rank_that_was_killed_is_named(digits: Settings, tmp_path: Path) -> No
     with start_long_run("mnist_pipeline", *settings, runs=tmp_path) as process:
         folder = get_only_run(tmp_path)
         os.kill(list_rank_pids(process)[1], signal.SIGKILL)
-        process.wait(90)
+        process.wait(WAIT_TIMEOUT)
     report = doctor(f"--run={folder.path}")
     assert re.search("likely cause  .*rank 1 was killed by SIGKILL", report), report
     assert folder.result["cause"] == "killed"

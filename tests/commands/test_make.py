@@ -26,7 +26,14 @@ from slurm.local_cluster import cli
 from tests.benchmarks import __main__ as bench
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.make_targets import record_slurm_arguments
-from tests.harness.commands.processes import FinishedRun, Settings, find_processes, make_environment, write_script
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    FinishedRun,
+    Settings,
+    find_processes,
+    make_environment,
+    write_script,
+)
 from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.slurm.fake_slurm import FakeSlurm
@@ -63,7 +70,7 @@ def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> Fi
         capture_output=True,
         text=True,
         errors="surrogateescape",
-        timeout=60,
+        timeout=WAIT_TIMEOUT,
         check=False,
     )
     assert status in (None, completed.returncode), completed

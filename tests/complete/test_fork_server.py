@@ -143,7 +143,7 @@ def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
             )
             wait_until(lambda: len(find_processes(str(tmp_path))) == 4, "the server, two commands and a child run", 60)
             server.stdin.close()
-            assert server.wait(60) == 0
+            assert server.wait(WAIT_TIMEOUT) == 0
             wait_until(lambda: not find_processes(str(tmp_path)), "no process is left", 5)
         finally:
             for pid in find_processes(str(tmp_path)):

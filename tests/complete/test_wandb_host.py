@@ -28,6 +28,7 @@ from common.runs.tracking.wandb_run import load_run_config
 from tests.harness.commands import execution
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
     Settings,
     find_processes,
     get_only_run,
@@ -407,7 +408,7 @@ class TrackedAttempt:
         """End the tracking as the launcher of a run does."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        assert self.process.wait(60) == 0, (self.folder.attempt_folder / "logs" / "tracker.log").read_text()
+        assert self.process.wait(WAIT_TIMEOUT) == 0, (self.folder.attempt_folder / "logs" / "tracker.log").read_text()
 
 
 def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Path) -> None:

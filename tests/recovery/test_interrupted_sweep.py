@@ -12,7 +12,7 @@ import yaml
 
 from common.runs.folder import RunFolder, read_json
 from tests.harness.commands import execution
-from tests.harness.commands.processes import make_environment
+from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment
 
 SETTINGS = {
     "width": "8", "batch": "64", "steps": "300", "epochs": "5", "log.progress": "none", "data.name": "digits",
@@ -35,7 +35,7 @@ def test_an_interrupted_sweep_is_resumed(tmp_path: Path, cache: Path) -> None:
         assert sweep.poll() is None
         time.sleep(0.1)
     os.killpg(sweep.pid, signal.SIGINT)
-    assert sweep.wait(120) == 130, sweep.stderr
+    assert sweep.wait(WAIT_TIMEOUT) == 130, sweep.stderr
     (interrupted,) = read_json(record)["cells"]
     assert interrupted["state"] in ("cancelled", "finished")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from slurm.__main__ import translate_target
 from tests.harness.commands import in_process_calls
-from tests.harness.commands.processes import make_environment, write_script
+from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment, write_script
 from tests.harness.repository import ROOT
 
 
@@ -33,7 +33,15 @@ def record_slurm_arguments(folder: Path, *make_arguments: str) -> list[str]:
     write_script(folder / ".venv/bin/python", "printf '%s\\0' \"$@\" > arguments; env -0 > environ")
     argv = ["make", *make_arguments]
     env = make_environment()
-    process = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run(
+        argv,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_TIMEOUT,
+        check=False,
+    )
     assert process.returncode == 0, process.stderr
     python_arguments = take_null_separated(folder / "arguments")
     assert python_arguments[:3] == ["-m", "slurm", "--make"]

@@ -19,7 +19,7 @@ from common.runs.tracking.wandb_process import NO_HOST
 from common.runs.tracking.wandb_rows import NOTE_FILE, RowKey, choose_rows, make_row_key
 from common.runs.tracking.wandb_run import load_run_config
 from tests.harness.commands import execution
-from tests.harness.commands.processes import find_processes, get_only_run, make_environment, wait_until
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_only_run, make_environment, wait_until
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 API_KEY = "5ec" + "0" * 36 + "7"  # the length of a W&B key
@@ -31,7 +31,7 @@ def inspect_wandb_folder(folder: RunFolder, *options: str, wandb_folder: str = "
     inspected_folder = wandb_folder or read_tracking_status(folder)["dir"]
     argv = [tool, "leet", "inspect", "--json", *options, inspected_folder]
     env = make_environment(HOME=str(folder.path.parent))
-    process = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=60)
+    process = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=WAIT_TIMEOUT)
     return process.stdout
 
 

@@ -12,7 +12,7 @@ from slurm.__main__ import main as slurm_main
 from slurm.scheduling import scheduler
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import make_environment
+from tests.harness.commands.processes import WAIT_TIMEOUT, make_environment
 from tests.harness.repository import ROOT
 
 
@@ -56,7 +56,7 @@ def execute_module(
     """
     command = [sys.executable, "-m", module, *arguments]
     variables = fake.make_environment(PYTHONPATH=str(source), **env)
-    return execution.execute_command(command, cwd=source, env=variables, timeout=60, status=status)
+    return execution.execute_command(command, cwd=source, env=variables, timeout=WAIT_TIMEOUT, status=status)
 
 
 def call_main(

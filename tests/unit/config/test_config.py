@@ -16,6 +16,7 @@ from common.system.errors import UserError
 from configs.ddp_multinode import Config as DataParallelConfig
 from configs.mnist_pipeline import Config
 from slurm.reports import selection
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.commands.refusals import expect_refusal
 from tests.unit.config.conftest import create_run, get_refusal
 
@@ -124,7 +125,7 @@ def test_help_into_a_closed_pipe_ends_without_a_traceback(option: str) -> None:
     assert process.stderr
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait(60) == 0
+    assert process.wait(WAIT_TIMEOUT) == 0
 
 
 INVALID_FILES = {

@@ -52,7 +52,7 @@ def test_ranks_that_are_stopped_before_the_first_step_exit_at_once(tmp_path: Pat
     wait_until(lambda: all("waiting" in rank.stdout for rank in ranks), "both ranks wait in main()")
     for rank in ranks:
         rank.send_signal(signal.SIGUSR2)
-    statuses = [rank.wait(60) for rank in ranks]
+    statuses = [rank.wait(WAIT_TIMEOUT) for rank in ranks]
     errors = ranks[0].stderr + ranks[1].stderr
     assert statuses == [EXIT_RESUMABLE, EXIT_RESUMABLE], errors
     assert "Traceback" not in errors
@@ -76,12 +76,12 @@ def test_ranks_of_torchrun_have_the_losses_of_forked_ranks(tmp_path: Path, digit
 
 
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path, digits: tuple[str, ...], one_rank: dict[str, Any]) -> None:
-    pipeline = run_experiment("mnist_pipeline", *digits, runs=tmp_path, timeout=60, status=2, **one_rank)
+    pipeline = run_experiment("mnist_pipeline", *digits, runs=tmp_path, timeout=WAIT_TIMEOUT, status=2, **one_rank)
     remedy = "use --nproc-per-node=2, or change the number of stages"
     assert pipeline.stderr == f"error: torchrun started 1 rank, but the settings require 2; {remedy}\n"
 
     data_parallel = run_experiment(
-        "ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=60, status=2, **one_rank
+        "ddp_multinode", *digits, "processes_per_node=2", runs=tmp_path, timeout=WAIT_TIMEOUT, status=2, **one_rank
     )
     assert "or change processes_per_node" in data_parallel.stderr
     assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 from common.system.processes import Process
+from tests.harness.commands.processes import WAIT_TIMEOUT
 
 
 def test_only_the_recorded_process_is_killed(tmp_path: Path) -> None:
@@ -18,6 +19,6 @@ def test_only_the_recorded_process_is_killed(tmp_path: Path) -> None:
         with_reused_pid.kill()
         assert sleep.poll() is None
         process.kill()
-        assert sleep.wait(timeout=5) == -9
+        assert sleep.wait(timeout=WAIT_TIMEOUT) == -9
     assert Process.load(tmp_path / "holder") is None
     process.kill()  # the process has ended, and nothing happens

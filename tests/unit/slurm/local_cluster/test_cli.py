@@ -20,6 +20,7 @@ from slurm.local_cluster import cli, cluster, slurm_conf
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.commands.programs import list_loaded_modules
 from tests.harness.repository import ROOT
 from tests.harness.slurm.fake_slurm import FakeSlurm
@@ -69,7 +70,7 @@ class RunningCluster:
     def run(self, *arguments: str, status: int = 0) -> str:
         """Run a verb in its own process and return its output, or its error output if it must fail."""
         command = [sys.executable, "-m", "slurm", "cluster", *arguments]
-        process = execution.execute_command(command, env=self.variables, timeout=60, status=status)
+        process = execution.execute_command(command, env=self.variables, timeout=WAIT_TIMEOUT, status=status)
         return (process.stderr if status else process.stdout).strip()
 
     def list_calls(self, name: str) -> list[str]:
@@ -108,7 +109,7 @@ def test_verbs_change_the_cable_and_power_of_one_host(running: RunningCluster) -
     assert running.run("power-off", "1") == "power-off: node1"
     calls = ["link set node2 down", "link set node2 up", "link set node1 down", "link del node1"]
     assert running.list_calls("link") == calls
-    assert running.node1.wait(timeout=5) == KILLED
+    assert running.node1.wait(timeout=WAIT_TIMEOUT) == KILLED
     assert running.node2.poll() is None
 
 
@@ -182,7 +183,7 @@ def test_down_stops_the_cluster_and_keeps_its_logs(running: RunningCluster) -> N
     (running.folder / "log" / "ctl.log").write_text("it began\n")
     process = in_process_calls.call_verb("cluster", "down", CLUSTER_DIR=str(running.folder.parent))
     assert process.stdout == f"cluster local is down; the logs are in {running.folder}/log\n", process.stderr
-    assert running.first_process.wait(timeout=5) == KILLED
+    assert running.first_process.wait(timeout=WAIT_TIMEOUT) == KILLED
     assert sorted(path.name for path in running.folder.iterdir() if path.is_dir()) == ["log"]
     assert "cluster local is not up" in running.run("status", status=2)
 

@@ -13,6 +13,7 @@ from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.system.processes import Process
 from slurm.reports import cancel, status
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.runs.process_records import Popen, identify_process
 from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm
 from tests.unit.slurm.submitted_runs import write_submitted_run
@@ -39,7 +40,7 @@ def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process
     write_json(tmp_path / "meta.json", {"history": [record | {"pid_started": started}]})
     assert status.read_state(folder)[0] == "RUNNING"
     cancel.cancel_run(folder)
-    assert waiting_process.wait(timeout=5) == -signal.SIGTERM
+    assert waiting_process.wait(timeout=WAIT_TIMEOUT) == -signal.SIGTERM
 
 
 def test_a_run_that_finishes_while_it_is_canceled_is_finished(
@@ -68,5 +69,5 @@ def test_a_process_that_is_recorded_only_in_a_claim_is_canceled(folder: RunFolde
     assert len(claims.find_live_claims(folder)) == 1
     message = f"canceled process {waiting_process.pid}; the process will save a checkpoint and stop"
     assert cancel.cancel_run(folder) == message
-    assert waiting_process.wait(timeout=5) == -signal.SIGTERM
+    assert waiting_process.wait(timeout=WAIT_TIMEOUT) == -signal.SIGTERM
     assert folder.result["state"] == "cancelled"

@@ -22,6 +22,7 @@ from common.training import entry_point
 from slurm.scheduling import job
 from slurm.scheduling.job import train_as_rank
 from slurm.scheduling.job_failures import find_first_failure, find_refusal, read_job_failures
+from tests.harness.commands.processes import WAIT_TIMEOUT
 
 pytestmark = pytest.mark.usefixtures("inside_job")
 
@@ -49,7 +50,7 @@ def test_a_rank_without_its_launcher_executes_the_command_for_orphans(
         monkeypatch.setenv(COORDINATOR_VARIABLE, f"127.0.0.1:{coordinator.getsockname()[1]}")
         monkeypatch.setenv(ORPHAN_COMMAND_VARIABLE, json.dumps(["echo", "orphaned"]))
         command = [sys.executable, "-c", PROGRAM, str(job_folder.path)]
-        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=False)
         assert process.stdout == "orphaned\n", process.stderr
         assert "this rank is leaving the run: the coordinator is unreachable (" in process.stderr
         assert not find_first_failure(job_folder)
