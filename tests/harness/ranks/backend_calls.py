@@ -2,8 +2,8 @@
 
     python -m tests.harness.ranks.backend_calls RANKS TRANSPORT [CASE ...]   execute cases on RANKS ranks
 
-Without CASE, executes all cases except `ddp`. The cases are here, in backend_group_operations.py, in backend_messages.py
-and in torch_features.py.
+Without CASE, executes all cases except `ddp`. The cases are here, in backend_group_operations.py, in
+backend_messages.py and in torch_features.py.
 """
 
 from __future__ import annotations
