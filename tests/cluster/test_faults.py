@@ -97,7 +97,7 @@ def test_notices_at_random_moments_of_jobs_lose_nothing(small: Lab) -> None:
 def was_tracking_cut_short(running: Running) -> bool:
     """Return whether a notice left W&B too little time; make sync then sends the rest."""
     logs = (running.folder.path / "submit").glob("*.out")
-    return any("tracking is incomplete" in log.read_text(errors="replace") for log in logs)
+    return any("tracking did not complete" in log.read_text(errors="replace") for log in logs)
 
 
 def send_notice(running: Running, delay: float) -> None:
