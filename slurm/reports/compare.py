@@ -67,7 +67,10 @@ class Comparison:
         between_experiments = [key for key in differing if key not in (*shown, SEED)]
         columns = list_nonempty_columns(groups)
         runs = [make_compared_run(group, columns, self.page.parent) for group in groups]
-        write_page(self.page, pages.render_page(runs, shown[:label_count], shown[label_count:], between_experiments, reload_seconds))
+        write_page(
+            self.page,
+            pages.render_page(runs, shown[:label_count], shown[label_count:], between_experiments, reload_seconds),
+        )
 
 
 def format_run_table(groups: list[RunGroup], width: int) -> str:
@@ -80,7 +83,9 @@ def format_run_table(groups: list[RunGroup], width: int) -> str:
     groups = list(chain(*experiments.values()))
     settings = []
     for key in list_shown_settings(groups):  # settings in labels come first
-        settings.append(Column(setting_labels.format_setting_head(key), [group.format_setting(key) for group in groups]))
+        settings.append(
+            Column(setting_labels.format_setting_head(key), [group.format_setting(key) for group in groups])
+        )
     label_count = count_label_settings(groups)
 
     # Earlier columns take precedence if the terminal is narrow. Settings in labels precede the results of the runs.

@@ -54,6 +54,7 @@ def make_compared_run(group: RunGroup, names: list[str], page_folder: Path) -> C
         "; ".join(details),
         links,
         images,
+        len(group.runs),
     )
 
 

@@ -23,6 +23,7 @@ from common.runs.compare.curve_styles import CurveStyle, choose_curve_style
 from common.runs.compare.metric_curves import MAX_POINTS, Curve, Numbers, RunCurves
 from common.runs.compare.metric_names import SPEED, MetricLabel, compute_metric_order, label_metric
 from common.runs.compare.setting_labels import MISSING, format_setting_head
+from common.system.text import format_count
 
 PAGE_FOLDER = Path(__file__).parent / "page"
 SCRIPTS = ("numbers.js", "curves.js", "drawing.js", "pointer.js", "selection.js", "table.js", "reload.js")
@@ -78,6 +79,8 @@ class ComparedRun:
     links: dict[str, str] = field(default_factory=dict)
     """Relative URLs by link text."""
     images: Sequence[LoggedImage] = ()
+    run_count: int = 1
+    """Number of runs that share the row and the curves."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,13 @@ def choose_axis(runs: Sequence[ComparedRun]) -> int:
     return PART_OF_RUN_AXIS if is_relative else STEP_AXIS
 
 
+def make_title(runs: Sequence[ComparedRun]) -> str:
+    """Return the title of the page."""
+    count = sum(run.run_count for run in runs)
+    groups = f" in {format_count(len(runs), 'group')}" if count > len(runs) else ""
+    return f"{format_count(count, 'run')}{groups} compared"
+
+
 def list_image_names(runs: Sequence[ComparedRun]) -> list[str]:
     """Return the names of the images of all runs."""
     names: dict[str, None] = {}
@@ -267,6 +277,7 @@ def render_page(
         .get_template("compare.html")
         .render(
             mark=MARK,
+            title=make_title(runs),
             script=script,
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             style=(PAGE_FOLDER / "compare.css").read_text(),

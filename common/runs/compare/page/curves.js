@@ -22,7 +22,7 @@ function selectPositions(curve) {
 function findRangeX(curves) {
   if (view.zoom) return view.zoom;
   const extents = curves.map(curve => findExtent(view.logX ? curve.x.filter(x => x > 0) : curve.x));
-  const high = Math.max(...extents.map(extent => extent[1]));
+  const high = view.axis === PART_OF_RUN ? 1 : Math.max(...extents.map(extent => extent[1]));
   const low = view.logX ? Math.min(...extents.map(extent => extent[0])) : 0;
   if (low < high) return [low, high];
   return view.logX ? [low / 2, high * 2] : [0, high || 1];
