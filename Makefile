@@ -57,7 +57,7 @@ doctor:  ## check every host before a long job [NODES=2 ARGS="runs=... data.cach
 status:  ## show the state of the newest 20 runs, of all runs (ALL=1), or of one run: RUN=<id> [WAIT=seconds] [JSON=1]
 logs:  ## show the output of rank 0 of a run: RUN=<id> [FOLLOW=1]
 cancel:  ## stop a run: RUN=<id>
-compare:  ## compare runs in a table and on an HTML page: the newest ten runs, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
+compare:  ## compare runs in a table and on an HTML page: the newest ten runs, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp test_accuracy>=0.98" SWEEP=<id>] [SORT=-test_accuracy] [GROUP=seed] [FOLLOW=1] [PAGE=<file>] [JSON=1]
 sync:  ## send data of ended runs that W&B does not have yet: all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
 dashboard:  ## save a W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
 leet:  ## open W&B's terminal viewer on all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=]

@@ -60,7 +60,11 @@ CHOICE = (
     Setting("RUNS", "--runs", '"ID ID ...": select runs by id, last four characters of the id, or path'),
     Setting("NAME", "--name", "select the runs of this experiment"),
     Setting("LAST", "--last", "number of newest runs to select"),
-    Setting("WHERE", "--where", 'select the runs with these settings, such as "strategy=ddp optim.lr>=0.01"'),
+    Setting(
+        "WHERE",
+        "--where",
+        'select the runs with these settings and results, such as "strategy=ddp optim.lr>=0.01 test_accuracy>=0.98"',
+    ),
 )
 SWEEP = Setting("SWEEP", "--sweep", "name or folder of a sweep: select the runs of this sweep")
 CLUSTER_NAME = Setting("NAME", "--name", "name of the local cluster (default: local)")
@@ -94,7 +98,11 @@ VERBS = {
     "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
     "cancel": Verb("slurm.reports.cancel", "stop a run after it has saved a checkpoint", (RUN, RUNS_FOLDER)),
     "compare": Verb("slurm.reports.compare", "compare runs in a table and on an HTML page", (
-        *CHOICE, SWEEP, Setting("PAGE", "--page", "path of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
+        *CHOICE, SWEEP,
+        Setting("SORT", "--sort", "column, setting or metric to sort by, such as loss; -loss: descending"),
+        Setting("GROUP", "--group", "seed: combine runs that differ only in their seed, with mean and range"),
+        Setting("FOLLOW", "--follow", "1: update the page until all runs have ended"),
+        Setting("PAGE", "--page", "path of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
     "sync": Verb("slurm.reports.wandb_sync", "upload runs that were tracked offline to W&B", (
         *CHOICE, SWEEP, DRY_RUN, RUNS_FOLDER)),
     "dashboard": Verb("slurm.reports.wandb_dashboard", "create a W&B workspace for comparing runs", (
