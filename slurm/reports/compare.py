@@ -105,6 +105,7 @@ class RunFacts:
             "split_at": self.result.format_partition(),
             "shards": self.result.format_shards(),
         }
+        columns |= {"name": self.status.name, "notes": self.status.notes}
         for name in ("ranks_lost", "seconds_lost", "steps_redone"):
             columns[name] = self.find_number(name)
         return columns
@@ -376,13 +377,12 @@ def main(args: argparse.Namespace) -> int:
     if as_json and args.page:
         raise UserError("PAGE cannot be combined with JSON=1, which writes no page; omit one of them")
     root = Path(args.runs_folder or "runs")
-    criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
+    criteria = RunFilter.from_arguments(args)
     runs, differing = load_runs(selection.select_runs(criteria, root))
     if as_json:
         rows = []
         for run in runs:
-            settings = {key: run.settings.get(key) for key in differing}
-            rows.append(run.to_table_row() | {"settings": settings})
+            rows.append(run.to_table_row() | {"settings": {key: run.settings.get(key) for key in differing}})
         print(json.dumps({"differing": differing, "runs": rows}, indent=2))
         return 0
     print(format_run_table(runs, get_terminal_width()), flush=True)

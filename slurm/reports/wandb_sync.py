@@ -140,6 +140,6 @@ def open_wandb_viewer(folders: list[RunFolder]) -> int:
 def main(args: argparse.Namespace) -> int:
     """Send runs to W&B, or open W&B's viewer for runs, and return the exit status."""
     dry = args.verb == "sync" and parse_zero_or_one("DRY_RUN", args.dry_run)
-    criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
+    criteria = RunFilter.from_arguments(args)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     return open_wandb_viewer(folders) if args.verb == "leet" else send_runs_to_wandb(folders, dry)
