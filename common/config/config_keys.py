@@ -184,8 +184,9 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
     try:
         return convert_value(key, text)
     except ValueError as error:
-        is_readable = not isinstance(text, str) or (text.isprintable() and len(text) <= MAX_SHOWN_LENGTH)
-        shown = text if is_readable else repr(text[:MAX_SHOWN_LENGTH])
+        shown = str(text)[:MAX_SHOWN_LENGTH]
+        if not shown.isprintable():
+            shown = repr(shown)
         raise UserError(f"{key.name}={shown}: {error}; allowed: {key.allowed}") from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import math
 import re
 import shlex
@@ -88,6 +89,22 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
     for rank in range(entry.processes):
         assert "Warning" not in folder.list_attempts()[0].log_file(rank).read_text()
         assert (folder.list_attempts()[0].attempt_folder / f"heartbeat-{rank}.json").exists()
+
+
+@every
+def test_each_step_has_its_learning_rate_gradient_norm_time_and_throughput(entry: Entry, finished: GetRun) -> None:
+    rows = [row for row in finished(entry).folder.read_metrics() if "test_loss" not in row]
+    names = {"learning_rate", "gradient_norm", "step_time", "samples_per_second"}
+    if not entry.trains_model:
+        assert names.isdisjoint(rows[-1]), "a measurement has no learning rate and no samples"
+        return
+    first_row = rows[0]
+    assert names - first_row.keys() == {"step_time", "samples_per_second"}, "the first step is not timed"
+    for previous, row in itertools.pairwise(rows):
+        assert all(row[name] > 0 for name in names), row
+        samples = row["samples"] - previous["samples"]
+        assert row["samples_per_second"] == pytest.approx(samples / row["step_time"], rel=1e-3)
+    assert rows[0]["learning_rate"] != rows[-1]["learning_rate"]
 
 
 @every
