@@ -24,7 +24,8 @@ from common.measure import media
 from common.runs import description
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.tracking import wandb_rows
-from common.runs.tracking.wandb_tracker import Tracker, send_missing_rows
+from common.runs.tracking.wandb_tracker import Tracker
+from common.runs.tracking.wandb_upload import send_missing_rows
 from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config

@@ -17,7 +17,7 @@ import pytest
 from common.runs import description
 from common.runs.folder import RunFolder, write_json
 from slurm.reports import status_table
-from slurm.reports.status import read_status
+from slurm.reports.status import Status, read_status
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import make_environment
 from tests.harness.repository import ROOT
@@ -54,6 +54,9 @@ def test_an_active_run_has_a_step_a_loss_and_a_time_left(tmp_path: Path) -> None
 
 def test_an_old_run_has_no_total_and_an_ended_run_no_time_left(tmp_path: Path) -> None:
     old = write_running_run(tmp_path)
+    write_json(old.path / "result.json", FINISHED)
+    assert re.search(r"FINISHED +200/1000 +- +0.01 ", show(tmp_path))
+    (old.path / "result.json").unlink()
     record = old.list_attempts()[-1].attempt_folder / "attempt.json"
     write_json(record, {"parent": None, "step": 0, "rows": 0})
     assert re.search(r"RUNNING +200 +- +0.01 ", show(tmp_path))
@@ -101,12 +104,14 @@ def test_contradicting_settings_are_refused(tmp_path: Path, option: str, message
 def test_lines_follow_the_runs_until_all_have_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_table, "FOLLOW_SECONDS", 0.0)
     monkeypatch.setattr(status_table, "LINE_SECONDS", 0.0)
-    SyntheticRun(number=0, steps=10).write(tmp_path)
-    running = write_running_run(tmp_path / "other")
+    SyntheticRun(number=1, steps=10).write(tmp_path)
+    running = write_running_run(tmp_path)
     reads = []
 
-    def read_and_continue(folder: RunFolder) -> status_table.Status:
-        """Let the run train one step before the second read, and end before the fourth read."""
+    def read_and_continue(folder: RunFolder) -> Status:
+        """Let the run train one step before its second read, and end before its fourth read."""
+        if folder.path != running.path:
+            return read_status(folder)
         reads.append(folder)
         attempt = running.list_attempts()[-1]
         if len(reads) == 2:
@@ -117,10 +122,9 @@ def test_lines_follow_the_runs_until_all_have_ended(tmp_path: Path, monkeypatch:
         return read_status(folder)
 
     monkeypatch.setattr(status_table, "read_status", read_and_continue)
-    output = show(tmp_path / "other", "--follow=1")
-    lines = [re.split(r"  +", line)[1:3] for line in output.splitlines()[1:]]
-    assert lines == [["RUNNING", "200/1000"], ["RUNNING", "201/1000"], ["FINISHED", "201/1000"]]
-    assert show(tmp_path, "--follow=1").count("FINISHED") == 1, "all shown runs have ended"
+    lines = [re.split(r"  +", line)[1:3] for line in show(tmp_path, "--follow=1").splitlines()[1:]]
+    assert lines[0] == ["FINISHED", "10/10"]
+    assert lines[1:] == [["RUNNING", "200/1000"], ["RUNNING", "201/1000"], ["FINISHED", "201/1000"]]
 
 
 def read_terminal(controller: int, expected: str) -> str:
