@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from configs.shared import Launch
+from collections.abc import Mapping
+from typing import Any
 
 
-def check_launch(launch: Launch) -> None:
-    """Raise ValueError for a combination of settings that no backend supports."""
-    if launch.backend == "builtin" and launch.device == "cuda":
+def check_launch(launch: Mapping[str, Any]) -> None:
+    """Raise ValueError for a combination of settings that no backend supports.
+
+    `launch` contains the values of the settings by name, without the name of the group.
+    """
+    device = launch["device"]
+    backend = launch["backend"]
+    if backend == "builtin" and device == "cuda":
         raise ValueError(
             "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or omit launch.backend to use nccl"
         )
-    if launch.mixed and (launch.device != "auto" or launch.backend != "auto"):
-        setting = f"launch.device={launch.device}" if launch.device != "auto" else f"launch.backend={launch.backend}"
+    if launch["mixed"] and (device != "auto" or backend != "auto"):
+        setting = f"launch.device={device}" if device != "auto" else f"launch.backend={backend}"
         raise ValueError(f"launch.mixed=true determines the devices and uses the gloo backend; omit {setting}")
-    if launch.backend == "builtin":
+    if backend == "builtin":
         return
     builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}
     for name, default in builtin_defaults.items():
-        value = getattr(launch, name)
+        value = launch[name]
         if value != default:
             setting = f"launch.{name}={str(value).replace('True', 'true')}"
             raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")

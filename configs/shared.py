@@ -207,7 +207,7 @@ class Experiment:
             )
         if not self.runs:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
-        check_launch(self.launch)
+        check_launch(vars(self.launch))
         if self.launch.mixed and not self.can_mix_devices:
             raise ValueError("this experiment needs devices of one type; omit launch.mixed=true")
         self.wandb.check()

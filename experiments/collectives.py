@@ -15,7 +15,8 @@ the exact result. The time of a call is the time of the slowest rank. The time o
 
 A link needs alpha + beta n seconds to send n bytes (Hockney 1994, doi:10.1016/S0167-8191(06)80021-9). With p ranks,
 each rank of a ring sends 2 (p - 1) messages of n / p bytes, so an all-reduce takes 2 (p - 1) alpha + 2 (p - 1) / p beta
-n seconds. No algorithm sends fewer bytes from each rank (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
+n seconds. In every algorithm, at least one rank must send this number of bytes or more (Patarasuk and Yuan 2009,
+doi:10.1016/j.jpdc.2008.09.002).
 Other algorithms send fewer messages, which is faster for small n (Thakur, Rabenseifner and Gropp 2005,
 doi:10.1177/1094342005051521). The bus bandwidth of nccl-tests (doc/PERFORMANCE.md) is n / t times 2 (p - 1) / p, for
 an all-reduce that takes the time t. For any p, the bus bandwidth can be compared with the bandwidth of a link.

@@ -90,7 +90,7 @@ PARTS = [
         sides,
         table,
         check=same_first_losses(OURS, 1e-3),
-        facts=("1 thread per process unless the table states another number", "batch size 128"),
+        facts=("1 thread per process unless the table states otherwise", "batch size 128"),
     ),
     Part(
         f"{NAME}/backend",

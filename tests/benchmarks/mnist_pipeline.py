@@ -362,7 +362,7 @@ SMALL = ("steps=600",)
 WIDE = ("width=1024", "batch=1024", "depth=2", "microbatches=4", "steps=24")
 ALL = ["naive", "gpipe", "1f1b"]
 KEEP = ["idle_share"]
-THREADS = "1 thread per process unless the table states another number"
+THREADS = "1 thread per process unless the table states otherwise"
 
 PARTS = [
     Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, attachments=read_output),

@@ -150,7 +150,7 @@ PARTS = [
         deep_sides,
         deep_table,
         check=deep_check,
-        facts=("1 thread per stage unless the table states another number", "batch size 64"),
+        facts=("1 thread per stage unless the table states otherwise", "batch size 64"),
         attachments=timelines("naive", "gpipe", "1f1b"),
     ),
 ]

@@ -2,8 +2,8 @@
 
     python -m tests.harness.ranks.backend_calls RANKS TRANSPORT [CASE ...]   execute cases on RANKS ranks
 
-Without CASE, executes all cases except `ddp`. The cases are here, in backend_collectives.py, in backend_messages.py
-and in torch_features.py.
+Without CASE, executes all cases except `ddp`. The cases are here, in backend_group_operations.py, in
+backend_messages.py and in torch_features.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from common.backend.algorithms import build_algorithm, count_bytes_per_rank
 from common.config.config import read_config_file, read_settings
 from common.ranks.rendezvous import World
 from configs.shared import Launch
-from tests.harness.ranks import backend_collectives as collectives
+from tests.harness.ranks import backend_group_operations as group_operations
 from tests.harness.ranks import backend_messages as messages
-from tests.harness.ranks.backend_collectives import SETTINGS, make_group
+from tests.harness.ranks.backend_group_operations import SETTINGS, make_group
 from tests.harness.ranks.programs import run_on_ranks
 
 
@@ -118,17 +118,17 @@ def check_unsupported_calls(world: World) -> None:
 
 
 CASES: dict[str, Callable[[World], None]] = {
-    "reductions": collectives.check_reductions,
-    "half_precision_sums": collectives.check_half_precision_sums,
-    "reproducible_bits": collectives.check_reproducible_bits,
-    "copies": collectives.check_copies,
-    "all_to_all": collectives.check_all_to_all,
-    "overlapping_arguments": collectives.check_overlapping_arguments,
-    "unusual_tensors": collectives.check_unusual_tensors,
+    "reductions": group_operations.check_reductions,
+    "half_precision_sums": group_operations.check_half_precision_sums,
+    "reproducible_bits": group_operations.check_reproducible_bits,
+    "copies": group_operations.check_copies,
+    "all_to_all": group_operations.check_all_to_all,
+    "overlapping_arguments": group_operations.check_overlapping_arguments,
+    "unusual_tensors": group_operations.check_unusual_tensors,
     "messages": messages.check_messages,
     "time_limits": messages.check_time_limits,
     "asynchronous_calls": messages.check_asynchronous_calls,
-    "objects": collectives.check_objects,
+    "objects": group_operations.check_objects,
     "algorithm_choice": check_algorithm_choice,
     "subgroups": check_subgroups,
     "unsupported_calls": check_unsupported_calls,
