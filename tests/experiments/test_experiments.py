@@ -239,9 +239,10 @@ def test_answers_need_no_torch() -> None:
         files = (ROOT / "common" / package).glob("[a-z]*.py")
         free += [f"{package.replace('/', '.')}.{file.stem}" for file in files]
     assert "runs.tracking.wandb_tracker" in free
-    commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
+    commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status_table"]
     commands += ["launch.new_experiment", "launch.check_optimizer", "launch.experiment_sweep", "local_cluster.cli"]
-    commands += ["reports.compare", "reports.doctor", "reports.prune_runs"]
+    commands += ["reports.archive", "reports.compare", "reports.doctor", "reports.logs", "reports.note"]
+    commands += ["reports.prune_runs"]
     commands += ["reports.wandb_dashboard", "reports.wandb_sync"]
     modules = ", ".join([f"slurm.{name}" for name in commands] + [f"common.{name}" for name in free])
     assert list_loaded_modules(modules, ["torch", "wandb"]) == []
