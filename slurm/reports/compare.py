@@ -194,7 +194,7 @@ def main(args: argparse.Namespace) -> int:
         if as_json and is_set:
             raise UserError(f"{name} cannot be combined with JSON=1, which writes no page; omit one of them")
     root = Path(args.runs_folder or "runs")
-    criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
+    criteria = RunFilter.from_arguments(args)
     comparison = Comparison(root, criteria, Path(args.page or root / "compare.html"), args.sort, by_seed)
     groups = comparison.read()
     if as_json:

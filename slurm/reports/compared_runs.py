@@ -94,6 +94,7 @@ class RunFacts:
             "split_at": self.result.format_partition(),
             "shards": self.result.format_shards(),
         }
+        columns |= {"name": self.status.name, "notes": self.status.notes}
         for name in ("ranks_lost", "seconds_lost", "steps_redone"):
             columns[name] = self.find_number(name)
         return columns
@@ -251,7 +252,8 @@ def label_groups(groups: list[RunGroup]) -> None:
         short_keys = setting_labels.shorten_keys(keys, settings)
         for group in members:
             group.label_settings = keys
-            group.label = group.runs[0].short_id
+            first = group.runs[0]
+            group.label = f"{first.short_id} {first.status.name}".rstrip()
             for key, short_key in zip(keys, short_keys, strict=True):
                 group.label += f" {short_key}={group.format_setting(key)}"
             if len(group.runs) > 1:

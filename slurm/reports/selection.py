@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import operator
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from common.config import config, config_keys
+from common.runs.description import is_archived
 from common.runs.folder import RunFolder, read_json
 from common.runs.metrics_rows import parse_json
 from common.runs.result import parse_result
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import TrainingExperiment
-from slurm.arguments import parse_count, split_words, suggest_nearest
+from slurm.arguments import parse_count, parse_zero_or_one, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)  # key, comparison and value in WHERE
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -45,6 +47,14 @@ class RunFilter:
     """Conditions on settings and results (WHERE), such as `strategy=ddp lr>0.1 test_accuracy>=0.98`."""
     sweep: str = ""
     """Name or folder of a sweep (SWEEP)."""
+    omits_archived: bool = False
+    """Whether archived runs are left out unless RUNS names them."""
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> RunFilter:
+        """Return the criteria in the arguments of a command. A command with the setting ALL omits archived runs."""
+        omits_archived = "all" in args and not parse_zero_or_one("ALL", args.all)
+        return cls(args.runs, args.name, args.last, args.where, getattr(args, "sweep", ""), omits_archived)
 
 
 def find_run(name: str, runs: Path) -> RunFolder:
@@ -85,6 +95,10 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
     folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_all_runs(root)
     if not folders:
         raise UserError(f"no runs in {root} yet; start one: make exp NAME={config.list_experiments()[0]}")
+    if criteria.omits_archived and not criteria.runs:
+        folders = [folder for folder in folders if not is_archived(folder)]
+        if not folders:
+            raise UserError("all of these runs are archived; to select archived runs, add ALL=1")
     if criteria.name:
         experiments = sorted({folder.experiment for folder in folders})
         if criteria.name not in experiments:

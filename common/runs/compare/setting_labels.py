@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 Settings = Mapping[str, str]
 
 # settings that do not affect the computation
-IRRELEVANT_SETTINGS = ("runs", "data.cache", "data.root", "log.", "wandb.")
+IRRELEVANT_SETTINGS = ("runs", "data.cache", "data.root", "log.", "run.", "wandb.")
 GENERAL_SETTINGS = ("optim.", "batch", "dtype", "data.", "launch.nodes", "epochs", "steps", "seed")
 REPORT_SETTINGS = ("eval_batch", "plot", "compare", "export", "sweep", "repeats", "profile", "launch.", "checkpoint.")
 SETTING_HEADS = {"optim.lr": "learning rate"}

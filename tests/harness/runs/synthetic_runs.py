@@ -64,7 +64,7 @@ class SyntheticRun:
         for number in range(1, self.attempts + 1):
             last_step = round(trained_steps * number / self.attempts)
             attempt = folder.claim_attempt()
-            attempt.record_parent_attempt(number - 1 if number > 1 else None, first_step, kept_rows)
+            attempt.record_parent_attempt(number - 1 if number > 1 else None, first_step, kept_rows, self.steps)
             self.write_attempt(attempt, first_step, last_step, batch, settings.processes)
             first_step = max(0, last_step - 5)  # the next attempt resumes from a checkpoint of five steps before
             kept_rows = sum(row["global_step"] <= first_step for row in attempt.read_attempt_rows())
