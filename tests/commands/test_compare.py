@@ -164,7 +164,7 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
         measured = {} if stages is None else {"stages": stages}
         SyntheticRun("mnist_pipeline", number, 20, result={"measured": measured}).write(tmp_path)
     assert [run["split_at"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
-    head, _, first, *_ = compare(tmp_path).stdout.splitlines()
+    head, _, first, *_ = compare(tmp_path, COLUMNS="200").stdout.splitlines()
     assert "  split at" in head
     assert "layer2_1,fc" in first
 
