@@ -11,10 +11,10 @@ override given = $(if $(filter $1,$(GIVEN)),"$$$1")
 override PY := .venv/bin/python
 override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
-override VERBS := exp rerun evaluate export sweep doctor status logs cancel compare sync dashboard leet prune-runs tour \
+override VERBS := exp rerun evaluate export sweep doctor status logs note archive cancel compare sync dashboard leet prune-runs tour \
   new-experiment check-optimizer cluster-up cluster-down cluster-status cluster-shell
 # Verbs that report on runs or cancel them also work if .venv is older than requirements.txt.
-override REPORTS := status logs cancel compare sync dashboard leet prune-runs cluster-down cluster-status \
+override REPORTS := status logs note archive cancel compare sync dashboard leet prune-runs cluster-down cluster-status \
   cluster-shell $(if $(filter RUN,$(GIVEN)),doctor)
 override ONLY_REPORTS := $(if $(filter-out $(REPORTS),$(or $(MAKECMDGOALS),help)),no,yes)
 
@@ -54,10 +54,12 @@ evaluate:  ## evaluate the trained model of a finished run in one process: RUN=<
 export:  ## export the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
 sweep:  ## run the points of a grid that are missing or can be resumed: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
 doctor:  ## check every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or find out why a run failed or hangs: RUN=<id> [JSON=1]
-status:  ## show the state of the newest 20 runs, of all runs (ALL=1), or of one run: RUN=<id> [WAIT=seconds] [JSON=1]
-logs:  ## show the output of rank 0 of a run: RUN=<id> [FOLLOW=1]
+status:  ## show the state of the newest 20 runs, of all runs (ALL=1), or of one run: RUN=<id> [WAIT=seconds] [FOLLOW=1] [JSON=1]
+logs:  ## show the output of rank 0 of a run: RUN=<id> [FOLLOW=1] [RAW=1]
+note:  ## replace the notes of a run: RUN=<id> TEXT="..."
+archive:  ## leave runs out of status and compare: RUNS="<id> <id>", or NAME= LAST= WHERE= SWEEP= [UNDO=1]
 cancel:  ## stop a run: RUN=<id>
-compare:  ## compare runs in a table and on an HTML page: the newest ten runs, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp" SWEEP=<id>] [PAGE=<file>] [JSON=1]
+compare:  ## compare runs in a table and on an HTML page: the newest ten runs, or [RUNS="<id> <id>" NAME= LAST=5 WHERE="strategy=ddp test_accuracy>=0.98" SWEEP=<id>] [SORT=-test_accuracy] [GROUP=seed] [FOLLOW=1] [ALL=1] [PAGE=<file>] [JSON=1]
 sync:  ## send data of ended runs that W&B does not have yet: all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=] [DRY_RUN=1]
 dashboard:  ## save a W&B workspace for comparing runs [PROJECT=entity/project] [DRY_RUN=1]
 leet:  ## open W&B's terminal viewer on all runs, or [RUNS= NAME= LAST= WHERE= SWEEP=]

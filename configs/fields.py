@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 G = TypeVar("G")
+MAX_NOTES_LENGTH = 1000
+"""Maximum length of the notes about a run, in characters."""
 
 
 def at_least(low: float, default: float, only: str = "") -> Any:
@@ -31,6 +34,19 @@ def file_path(default: str) -> Any:
     If the default is `none`, this value means that there is no such file.
     """
     return field(default=default, metadata={"is_path": True})
+
+
+def short_text(length: int) -> Any:
+    """Define a dataclass field for printable text in one line with at most `length` characters."""
+    return field(default="", metadata={"check_text": partial(check_short_text, length)})
+
+
+def check_short_text(length: int, text: str) -> None:
+    """Raise ValueError if text has more than `length` characters or contains a character that cannot be printed."""
+    if len(text) > length:
+        raise ValueError(f"{len(text)} characters are too many; use at most {length}")
+    if not text.isprintable():
+        raise ValueError("line breaks and other characters that cannot be printed are not allowed")
 
 
 def custom_code(default: str, kind: str, checker: str, *, rank_0_only: bool = False) -> Any:

@@ -12,7 +12,8 @@ from typing import ClassVar, Literal, Self
 
 from configs import networks
 from configs.batch_plan import BatchPlan, list_divisors
-from configs.fields import at_least, between, custom_code, file_path
+from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
+from configs.launch_rules import check_launch
 
 BACKEND_SETUPS = {"builtin": "common.backend.setup"}
 """Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
@@ -73,24 +74,6 @@ class Launch:
         """Whether these settings exclude the use of GPUs."""
         return self.device == "cpu" or self.backend == "builtin"
 
-    def check(self) -> None:
-        """Raise ValueError for a combination of settings that no backend supports."""
-        if self.backend == "builtin" and self.device == "cuda":
-            raise ValueError(
-                "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or omit launch.backend to use nccl"
-            )
-        if self.mixed and (self.device != "auto" or self.backend != "auto"):
-            setting = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
-            raise ValueError(f"launch.mixed=true determines the devices and uses the gloo backend; omit {setting}")
-        if self.backend == "builtin":
-            return
-        builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}
-        for name, default in builtin_defaults.items():
-            value = getattr(self, name)
-            if value != default:
-                setting = f"launch.{name}={str(value).replace('True', 'true')}"
-                raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")
-
 
 @dataclass(frozen=True)
 class Log:
@@ -101,6 +84,10 @@ class Log:
     seconds: float = between(0.05, 60, 0.5)
     """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of
     `log.seconds`."""
+    gradient_norm: Literal["auto", "true", "false"] = field(default="auto", metadata={"needs_model": True})
+    """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
+    computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
+    SGD and a parameter server, the logged value is the mean of the norms of the workers."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -133,6 +120,17 @@ class Wandb:
         for tag in self.tags:
             if not 1 <= len(tag) <= 64:
                 raise ValueError(f"wandb.tags: {tag!r} has {len(tag)} characters; a tag must have 1 to 64")
+
+
+@dataclass(frozen=True)
+class Description:
+    """Settings that describe a run to people. They have no effect on training."""
+
+    name: str = short_text(64)
+    """Name of the run in `make status`, in `make compare` and in W&B. The name need not be unique, and commands do not
+    accept it in place of the id."""
+    notes: str = short_text(MAX_NOTES_LENGTH)
+    """Notes about the run, such as its purpose. `make note` changes the notes later."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +181,7 @@ class Experiment:
     launch: Launch = field(default_factory=Launch)
     log: Log = field(default_factory=Log)
     wandb: Wandb = field(default_factory=Wandb)
+    run: Description = field(default_factory=Description)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
     @property
@@ -208,7 +207,7 @@ class Experiment:
             )
         if not self.runs:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
-        self.launch.check()
+        check_launch(vars(self.launch))
         if self.launch.mixed and not self.can_mix_devices:
             raise ValueError("this experiment needs devices of one type; omit launch.mixed=true")
         self.wandb.check()

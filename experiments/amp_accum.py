@@ -144,15 +144,14 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
     return all_reduces
 
 
-def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> bool:
+def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler, step: Step) -> bool:
     """Take the optimizer step, and return whether the scaler skipped the step.
 
     With fp16, the scaler skips the step if any gradient is inf or NaN. The all-reduce propagates inf and NaN to every
     rank, so all ranks skip the same steps.
     """
     scaler.unscale_(optimizer)  # once per step, before clipping
-    if cfg.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    step.clip_gradients(model.parameters(), cfg.clip)
     scale_before = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -208,7 +207,7 @@ def main(cfg: Config, run: Run) -> None:
             optimizer.zero_grad()
             all_reduces = accumulate_gradients(cfg, model, scaler, step, footprint)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
-            skipped = update_weights(cfg, model, optimizer, scaler)
+            skipped = update_weights(cfg, model, optimizer, scaler, step)
             step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
         check_loss_scale(scaler, step)
     run.report(PrecisionReport.gather(cfg, run, footprint, scaler), *report_rank_differences(cfg.sharding, run))

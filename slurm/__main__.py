@@ -54,13 +54,18 @@ LAUNCH = Setting(
 CLUSTER = Setting("CLUSTER", "--cluster", "cluster profile: name of a file in configs/cluster/ (default: default)")
 FOLLOW = Setting("FOLLOW", "--follow", "1: print the log of rank 0 until the run ends")
 DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: print the actions without performing them")
+ALL = Setting("ALL", "--all", "1: include archived runs")
 JSON = Setting("JSON", "--json", "1: print JSON for other programs")
 RUNS_FOLDER = Setting("", "--runs-folder", "folder that contains the run folders (default: runs)")
 CHOICE = (
     Setting("RUNS", "--runs", '"ID ID ...": select runs by id, last four characters of the id, or path'),
     Setting("NAME", "--name", "select the runs of this experiment"),
     Setting("LAST", "--last", "number of newest runs to select"),
-    Setting("WHERE", "--where", 'select the runs with these settings, such as "strategy=ddp optim.lr>=0.01"'),
+    Setting(
+        "WHERE",
+        "--where",
+        'select the runs with these settings and results, such as "strategy=ddp optim.lr>=0.01 test_accuracy>=0.98"',
+    ),
 )
 SWEEP = Setting("SWEEP", "--sweep", "name or folder of a sweep: select the runs of this sweep")
 CLUSTER_NAME = Setting("NAME", "--name", "name of the local cluster (default: local)")
@@ -88,13 +93,24 @@ VERBS = {
     "doctor": Verb("slurm.reports.doctor", "check all hosts before a long job, or find out why a run failed or hangs", (
         NODES, Setting("ARGS", "--args", "settings of the job: runs, data.cache, launch.mixed, and cluster.key=value"),
         LAUNCH, CLUSTER, Setting("RUN", "--run", "run to diagnose; without a run, hosts are checked"), JSON)),
-    "status": Verb("slurm.reports.status", "print the state of the newest runs, or of one run", (
+    "status": Verb("slurm.reports.status_table", "print the state of the newest runs, or of one run", (
         RUN, Setting("WAIT", "--wait", "maximum time, in seconds, to wait for the run to end"),
-        Setting("ALL", "--all", "1: list all runs, not only the newest 20; JSON=1 implies ALL=1"), JSON, RUNS_FOLDER)),
-    "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (RUN, FOLLOW, RUNS_FOLDER)),
+        Setting("FOLLOW", "--follow", "1: refresh the table until all listed runs have ended"),
+        Setting("ALL", "--all", "1: list all runs, also archived ones, not only the newest 20; JSON=1 implies ALL=1"),
+        JSON, RUNS_FOLDER)),
+    "logs": Verb("slurm.reports.logs", "print the log of rank 0 of a run", (
+        RUN, FOLLOW, Setting("RAW", "--raw", "1: also print the messages of Submitit and srun"), RUNS_FOLDER)),
+    "note": Verb("slurm.reports.note", "replace the notes of a run", (
+        Setting("RUN", "--run", RUN.help), Setting("TEXT", "--text", "the new notes"), RUNS_FOLDER)),
+    "archive": Verb("slurm.reports.archive", "leave runs out of status and compare", (
+        *CHOICE, SWEEP, Setting("UNDO", "--undo", "1: list and compare these runs again"), RUNS_FOLDER)),
     "cancel": Verb("slurm.reports.cancel", "stop a run after it has saved a checkpoint", (RUN, RUNS_FOLDER)),
     "compare": Verb("slurm.reports.compare", "compare runs in a table and on an HTML page", (
-        *CHOICE, SWEEP, Setting("PAGE", "--page", "path of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
+        *CHOICE, SWEEP, ALL,
+        Setting("SORT", "--sort", "column, setting or metric to sort by, such as loss; -loss: descending"),
+        Setting("GROUP", "--group", "seed: combine runs that differ only in their seed, with mean and range"),
+        Setting("FOLLOW", "--follow", "1: update the page until all runs have ended"),
+        Setting("PAGE", "--page", "path of the page (default: runs/compare.html)"), JSON, RUNS_FOLDER)),
     "sync": Verb("slurm.reports.wandb_sync", "upload runs that were tracked offline to W&B", (
         *CHOICE, SWEEP, DRY_RUN, RUNS_FOLDER)),
     "dashboard": Verb("slurm.reports.wandb_dashboard", "create a W&B workspace for comparing runs", (
@@ -146,8 +162,8 @@ def add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
     if setting.option == "words":
         parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
     elif setting.option.startswith("--"):
-        # RUN and RESUME may be omitted, but an empty value is an error.
-        default = None if setting.option in ("--run", "--resume") else ""
+        # These settings may be omitted, but an empty value has a meaning or is an error.
+        default = None if setting.option in ("--run", "--resume", "--text") else ""
         parser.add_argument(setting.option, default=default, metavar=metavar, help=setting.help)
     else:
         parser.add_argument(setting.option, nargs="?", default="", metavar=metavar, help=setting.help)

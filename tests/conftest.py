@@ -25,6 +25,8 @@ from tests.harness.repository import ROOT
 
 if TYPE_CHECKING:
     from common.ranks.rendezvous import World
+    from tests.harness.commands.processes import FinishedRun
+    from tests.harness.experiments.registry import Entry
 
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
@@ -122,9 +124,15 @@ def finished(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> GetRun:
     """An experiment's run with its smallest settings, made once; no test may write into its folder."""
     common = (f"data.cache={cache}", "data.name=digits", "data.test_limit=333", "epochs=1", "steps=40")
     alone = "launch.threads=1"  # tests run three at a time
-    return lambda entry: run_experiment_once(
-        tmp_path_factory, f"smallest-{entry.name}", entry.name, *common, alone, *entry.smallest_settings
-    )
+    description = ("run.name=smallest run", "run.notes=40 steps, for several tests")
+
+    def train(entry: Entry) -> FinishedRun:
+        settings = [*common, alone, *description, *entry.smallest_settings]
+        if entry.trains_model:
+            settings.append("log.gradient_norm=true")
+        return run_experiment_once(tmp_path_factory, f"smallest-{entry.name}", entry.name, *settings)
+
+    return train
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from common.system.errors import UserError
 Changes = dict[str, tuple[Any, Any]]  # old and new value by dotted name, as strings or lists of strings
 CHANGES_FILE = "changed.json"  # exists in an attempt folder if the attempt's settings differ from those of the run
 # Keys and groups that do not affect results, so a run can be repeated although they have changed.
-KEYS_WITHOUT_EFFECT_ON_RESULTS = ("wandb.", "launch.transport", "launch.tls")
+KEYS_WITHOUT_EFFECT_ON_RESULTS = ("run.", "wandb.", "launch.transport", "launch.tls")
 
 
 def describe_changes(changed: Changes) -> str:

@@ -306,15 +306,6 @@ def format_yaml(settings: Experiment) -> str:
     return format_values(read_values(settings))
 
 
-def format_yaml_with_keys_of_file(settings: Experiment, file: Path) -> str:
-    """Return the config as YAML, limited to the keys of `file`, which an older version has written.
-
-    Keys of the file that the config does not have keep their values.
-    """
-    values = read_values(settings)
-    return format_values({name: values.get(name, text) for name, text in read_config_file(file).items()})
-
-
 # Keys and groups that do not affect training, or that depend on the machine on which a run is resumed.
 UNRELATED_KEYS = ("runs", "data.root", "data.cache", "launch.", "log.", "checkpoint.")
 # Keys of the group `launch` that a resumed run keeps on every machine.

@@ -24,6 +24,7 @@ from common.system.errors import UserError
 from configs.shared import Experiment, TrainingExperiment
 
 S = TypeVar("S")
+MAX_SHOWN_LENGTH = 100  # maximum number of characters of an invalid value in an error message
 SYNONYMS = {
     "accumulation_steps": "accumulate",
     "batch_size": "batch",
@@ -163,17 +164,6 @@ def replace_attributes(group: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(group, **fields)
 
 
-def list_paths(settings: object) -> dict[str, str]:
-    """Return the files and folders that the settings of a config refer to, by dotted name."""
-    paths = {}
-    for key in list_keys(type(settings)).values():
-        value = key.get_value(settings)
-        is_absent = value == key.default == "none"
-        if key.metadata.get("is_path") and not is_absent:
-            paths[key.name] = value
-    return paths
-
-
 @functools.cache
 def read_field_docs(schema: type) -> dict[str, str]:
     """Return the documentation strings below the fields of a dataclass and its base classes, by field name."""
@@ -194,7 +184,10 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
     try:
         return convert_value(key, text)
     except ValueError as error:
-        raise UserError(f"{key.name}={text}: {error}; allowed: {key.allowed}") from None
+        shown = str(text)[:MAX_SHOWN_LENGTH]
+        if not shown.isprintable():
+            shown = repr(shown)
+        raise UserError(f"{key.name}={shown}: {error}; allowed: {key.allowed}") from None
 
 
 def format_value(value: Any) -> str:
@@ -232,6 +225,8 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         if is_too_low or is_too_high:
             raise ValueError("out of range")
         return number
+    if "check_text" in key.metadata:
+        key.metadata["check_text"](text)
     return text
 
 

@@ -10,7 +10,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,21 @@ MEAN = -1
 """Value of the argument `source` if every rank knows the values of its own shard and the log writes the means."""
 Values = dict[str, Tensor | float | None]
 """Values of one step by name. A value is None on a rank that does not know the value."""
-POSITION_FIELDS = ("global_step", "samples", "time")
-"""Fields of a row of metrics.jsonl that are not values of the step."""
+AUTOMATIC_FIELDS = ("global_step", "samples", "time", "learning_rate", "step_time", "samples_per_second")
+"""Fields of a row of metrics.jsonl that the script does not log."""
+
+
+class LoggedStep(NamedTuple):
+    """A step whose values have not been written yet."""
+
+    number: int
+    end: float
+    """End of the step, as a value of time.perf_counter()."""
+    values: Values
+    learning_rate: float | None
+    """None in a measurement."""
+    seconds: float | None
+    """Duration of the step, or None if it is unknown."""
 
 
 class SampleCounter(Protocol):
@@ -126,18 +139,21 @@ class MetricsLog:
         self.source = max(0, source)
         self.last_flush = time.perf_counter()
         self.progress = progress or RunProgress()
-        self.rows: list[tuple[int, float, Values]] = []
+        self.steps: list[LoggedStep] = []
         self.next_flush = 1
         """Step after which the next flush is due."""
         self.divergence = ""
         """On rank 0, a message that training has diverged, or an empty string."""
 
-    def add_step(self, step: int, now: float, values: Values) -> None:
+    def add_step(
+        self, step: int, now: float, values: Values, learning_rate: float | None = None, seconds: float | None = None
+    ) -> None:
         """Store the values of a step until the next flush.
 
-        `now` is the current value of time.perf_counter(). The names of the values may differ between steps.
+        `now` is the current value of time.perf_counter(). The names of the values may differ between steps. The
+        learning rate and the duration of the step in `seconds` are those of rank 0.
         """
-        self.rows.append((step, now, values))
+        self.steps.append(LoggedStep(step, now, values, learning_rate, seconds))
 
     @property
     def is_flush_due(self) -> bool:
@@ -145,23 +161,23 @@ class MetricsLog:
 
         The value is the same on all ranks.
         """
-        return bool(self.rows) and self.rows[-1][0] >= self.next_flush
+        return bool(self.steps) and self.steps[-1].number >= self.next_flush
 
     def flush(self) -> None:
         """Write the values of all steps since the last flush.
 
         All ranks must call this method after the same step.
         """
-        if not self.rows:
+        if not self.steps:
             return
-        rows = self.rows
-        self.rows = []
+        steps = self.steps
+        self.steps = []
 
-        step, now, _ = rows[-1]
-        interval = self._choose_interval(len(rows), now)
-        local_values = fetch_values([values for _, _, values in rows])
+        newest = steps[-1]
+        interval = self._choose_interval(len(steps), newest.end)
+        local_values = fetch_values([step.values for step in steps])
         gathered = self.ranks.current.all_gather([local_values, interval])
-        self.next_flush = step + gathered[self.source][1]  # all ranks use the interval of the same rank
+        self.next_flush = newest.number + gathered[self.source][1]  # all ranks use the interval of the same rank
         if not self.ranks.current.is_main:
             return
 
@@ -169,9 +185,9 @@ class MetricsLog:
         if self.is_averaged:
             by_rank = [rank_values for rank_values, _ in gathered]
             step_values = [average_over_ranks(values) for values in zip(*by_rank, strict=True)]
-        self._record_divergence([row[0] for row in rows], step_values)
-        self.writer.add_rows(self._make_rows(rows, step_values))
-        self.show(step, step_values[-1])
+        self._record_divergence([step.number for step in steps], step_values)
+        self.writer.add_rows(map(self._make_row, steps, step_values))
+        self.show(newest.number, step_values[-1])
 
     def _choose_interval(self, count: int, now: float) -> int:
         """Return the number of steps until the next flush, at most 4 * count.
@@ -195,21 +211,23 @@ class MetricsLog:
             self.writer.add_rows([self._make_position_fields(step, time.perf_counter()) | values])
 
     def _make_position_fields(self, step: int, now: float) -> dict[str, Any]:
-        """Return the fields POSITION_FIELDS of a row: step, number of samples, and time in seconds."""
+        """Return the fields that every row has: step, number of samples, and time in seconds."""
         return {
             "global_step": step,
             "samples": self.batches.count_samples(step),
             "time": round(now - self.progress.start_time, 6),
         }
 
-    def _make_rows(
-        self, rows: Sequence[tuple[int, float, Values]], step_values: Sequence[dict[str, float]]
-    ) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl for collected steps, whose values are `step_values`."""
-        file_rows = []
-        for (step, now, _), values in zip(rows, step_values, strict=True):
-            file_rows.append(self._make_position_fields(step, now) | values)
-        return file_rows
+    def _make_row(self, step: LoggedStep, values: dict[str, float]) -> dict[str, Any]:
+        """Return the row of metrics.jsonl for a step. Values that the script logs override the automatic fields."""
+        row = self._make_position_fields(step.number, step.end)
+        if step.learning_rate is not None:
+            row["learning_rate"] = step.learning_rate
+        if step.seconds:
+            samples = row["samples"] - self.batches.count_samples(step.number - 1)
+            row["step_time"] = round(step.seconds, 7)
+            row["samples_per_second"] = round(samples / step.seconds, 2)
+        return row | values
 
     def _record_divergence(self, steps: Sequence[int], rows: Sequence[dict[str, float]]) -> None:
         """Store a message about the first step whose loss is NaN or infinite.
@@ -248,23 +266,23 @@ class SharedMetricsLog(MetricsLog):
 
     def collect_unwritten_rows(self) -> list[dict[str, Any]]:
         """Return all rows that rank 0 may not have written yet, including the newest steps."""
-        rows = self.rows
-        self.rows = []
-        step_values = fetch_values([values for _, _, values in rows])
-        self.unwritten_rows += self._make_rows(rows, step_values)
+        steps = self.steps
+        self.steps = []
+        step_values = fetch_values([step.values for step in steps])
+        self.unwritten_rows += map(self._make_row, steps, step_values)
         return self.unwritten_rows
 
     def replace_unwritten_rows(self, rows: list[dict[str, Any]], step: int) -> None:
         """Replace the rows by those of another rank, which has completed `step` steps."""
-        self.rows = []
+        self.steps = []
         self.unwritten_rows = rows
         self.next_flush = step + 1
 
     def flush(self) -> None:
         """Write the values of all steps since the last flush on rank 0, without communication."""
-        if self.rows:
-            step, now, _ = self.rows[-1]
-            self.next_flush = step + self._choose_interval(len(self.rows), now)
+        if self.steps:
+            newest = self.steps[-1]
+            self.next_flush = newest.number + self._choose_interval(len(self.steps), newest.end)
         self.write_rows(self.collect_unwritten_rows())
 
     def write_rows(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -287,7 +305,7 @@ class SharedMetricsLog(MetricsLog):
             self.writer.add_rows(new_rows)
         if step_rows:
             last_row = step_rows[-1]
-            logged = {name: value for name, value in last_row.items() if name not in POSITION_FIELDS}
+            logged = {name: value for name, value in last_row.items() if name not in AUTOMATIC_FIELDS}
             self.show(last_row["global_step"], logged)
 
     def drop_unwritten_rows(self) -> None:

@@ -61,11 +61,16 @@ class StepDurations:
         self.durations: list[float] = []  # in seconds
         self.mark: float | None = None  # value of time.perf_counter() from which the next step is measured
 
-    def record_step_end(self, now: float) -> None:
-        """Record the end of a step. `now` is the current value of time.perf_counter()."""
-        if self.mark is not None:
-            self.durations.append(now - self.mark)
+    def record_step_end(self, now: float) -> float | None:
+        """Record the end of a step, and return its duration in seconds, or None for the first step.
+
+        `now` is the current value of time.perf_counter().
+        """
+        seconds = None if self.mark is None else now - self.mark
+        if seconds is not None:
+            self.durations.append(seconds)
         self.mark = now
+        return seconds
 
     def exclude_pause(self) -> None:
         """Exclude the time since the last step from the duration of the next step."""

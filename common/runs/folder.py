@@ -7,7 +7,7 @@ runs/<name>-<time>-<4 hex>/
   code/                the source code that this run executes, with untracked files; SHA256SUMS lists the checksums
   attempts/0001/       one folder per attempt; ranks write only here
     claim.json         the process or job that runs this attempt (see claims.py)
-    attempt.json       the attempt and step from which this attempt resumed; parent is null for a new run
+    attempt.json       the attempt and step from which this attempt resumed, and the total number of steps
     changed.json       settings that differ from config.yaml, each with its old and new value
     result.json        final state and numbers of this attempt, moved here when a later attempt starts
     passed_on.json     number of lines of metrics.jsonl and media.jsonl that W&B has received
@@ -245,13 +245,17 @@ class RunFolder:
         """Whether a newer attempt exists and therefore replaces this attempt."""
         return any(attempt.number > self.number for attempt in self.list_attempts())
 
-    def record_parent_attempt(self, parent: int | None, step: int, rows: int | None = None) -> None:
+    def record_parent_attempt(
+        self, parent: int | None, step: int, rows: int | None = None, total_steps: int | None = None
+    ) -> None:
         """Record the attempt and step from which this attempt resumes. Raises UserError if writing fails.
 
         For a new run, `parent` is None and `step` is 0. `rows` is the number of metric rows that the parent had written
-        at that step. An attempt without this record has not started to train, and no other attempt resumes from it.
+        at that step. `total_steps` is the number of steps of the whole run. An attempt without this record has not
+        started to train, and no other attempt resumes from it.
         """
-        text = json.dumps({"parent": parent, "step": step, "rows": rows}) + "\n"
+        record = {"parent": parent, "step": step, "rows": rows, "total_steps": total_steps}
+        text = json.dumps(record) + "\n"
         write_atomic(self.attempt_folder / "attempt.json", text, durable=True)
         with convert_disk_errors(self.attempt_folder):
             fsync_path(self.attempt_folder.parent)

@@ -31,7 +31,6 @@ ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "his
 """Expected types of the entries of meta.json that are dicts or lists."""
 JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
 METADATA_FORMAT = 2  # format of meta.json
-FIRST_FORMAT_WITH_CAUSES = 2  # ranks of runs with an older format do not record the causes of their failures
 
 
 def format_utc_now() -> str:
@@ -211,12 +210,6 @@ def read_metadata(folder: RunFolder) -> dict[str, Any]:
     if data and not isinstance(data.get("sha256", {}), dict):
         del data["sha256"]
     return meta
-
-
-def records_causes(folder: RunFolder) -> bool:
-    """Return whether the source code that a run executes records the causes of failures."""
-    metadata_format = read_metadata(folder).get("format")
-    return isinstance(metadata_format, int) and metadata_format >= FIRST_FORMAT_WITH_CAUSES
 
 
 def record_attempt_start(folder: RunFolder) -> None:

@@ -155,26 +155,6 @@ class Result:
         peaks = map(to_finite_number, self.memory.values())
         return max((peak / 1e6 for peak in peaks if peak is not None), default=None)
 
-    def list_columns(self) -> dict[str, Any]:
-        """Return the numbers and strings of this result for tables and the W&B summary.
-
-        Each element of a list becomes a separate column.
-        """
-        columns: dict[str, Any] = {}
-        lists: dict[str, list[Any]] = {}
-        for name, content in self.flatten_values().items():
-            if isinstance(content, int | float | str):
-                columns[name] = content
-            elif isinstance(content, list):
-                lists[name] = content
-        lists["peak_memory"] = list(self.memory.values())
-        for name, numbers in lists.items():
-            if all(isinstance(number, int | float) for number in numbers):
-                columns |= {f"{name}_{position}": number for position, number in enumerate(numbers)}
-
-        derived = {"waiting": self.compute_waiting_share(), "memory_mb": self.find_peak_mb()}
-        return columns | {name: number for name, number in derived.items() if number is not None}
-
     def write(self, folder: RunFolder) -> None:
         """Write result.json, with null in place of NaN and infinity. Raises UserError if writing fails."""
         write_json(folder.path / "result.json", self._to_content())

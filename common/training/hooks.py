@@ -22,6 +22,10 @@ class StepHook:
     def before_step(self) -> None:
         """Prepare a step, after its batch was loaded and its learning rate was set."""
 
+    def collect_values(self) -> Values:
+        """Return values of the completed step to log. Values that the script logs under the same name override them."""
+        return {}
+
     def between_steps(self, number: int) -> None:
         """Act between two steps, after step `number` and after its checkpoint if one was due."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -97,6 +97,19 @@ class Step:
         self.values |= values
         if self.recovery is not None and not self.committed:
             self.recovery.start_averaging(values)
+
+    def clip_gradients(self, parameters: Iterable[Tensor], max_norm: float) -> None:
+        """Scale the gradients so that their norm is at most `max_norm`, and log the norm before the scaling.
+
+        If `max_norm` is 0, the gradients are not clipped. The gradients must be equal on all ranks, or sharded over
+        them. All ranks must call this method.
+        """
+        if max_norm:
+            from common.training.gradient_norm import clip_gradients  # imported here because most runs do not clip
+
+            norm = clip_gradients(parameters, max_norm)
+            if self.run.cfg.log.gradient_norm != "false":
+                self.values["gradient_norm"] = norm
 
     def commit(self) -> None:
         """Confirm that no rank is lost in an elastic run (elastic=true).
@@ -221,9 +234,15 @@ def record_step(run: RunContext, step: Step) -> None:
     assert run.state is not None and run.metrics is not None
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
-    run.pace.record_step_end(now)
+    seconds = run.pace.record_step_end(now)
     run.progress.complete_step()
-    run.metrics.add_step(step.number, now, step.values)
+    values = step.values
+    for hook in run.hooks:
+        values = hook.collect_values() | values
+    if run.trains:
+        run.metrics.add_step(step.number, now, values, step.rate, seconds)
+    else:
+        run.metrics.add_step(step.number, now, values)
     if run.metrics.is_flush_due:
         run.metrics.flush()
     run.write_heartbeat(now)

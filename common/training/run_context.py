@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from common.training.hooks import RecoveryHook, StepHook
 from common.training.run_data import RunData
 from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
+
+if TYPE_CHECKING:
+    from common.training.gradient_norm import GradientNorm
 
 HEARTBEAT_SECONDS = 5.0
 H = TypeVar("H", bound=StepHook)
@@ -74,6 +77,8 @@ class RunContext(RunData):
         """State of techniques that differs between ranks, by name."""
         self.recovery: RecoveryHook | None = None
         """Hook that recovers from the loss of a rank; None unless the run is elastic."""
+        self.gradient_norm: GradientNorm | None = None
+        """Hook that computes the norm of the gradients; None unless log.gradient_norm=true."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         """What is trained and saved; None before it is registered."""
@@ -132,6 +137,11 @@ class RunContext(RunData):
         self.evaluate = evaluate
         self.loss_rank = loss_rank
         self.total = self.cfg.compute_total_steps(state.loader.steps)
+        if self.cfg.log.gradient_norm == "true":
+            from common.training.gradient_norm import GradientNorm  # imported here because other runs do not need it
+
+            self.gradient_norm = GradientNorm(state, self.world if loss_rank != MEAN else None)
+            self.add_hook(self.gradient_norm)
 
     def start_loop(self) -> None:
         """Record the start of the loop over the steps. Raises RuntimeError if a loop was started before.
@@ -165,7 +175,7 @@ class RunContext(RunData):
             rows = int(loaded.common["rows"])
             self.log_message(f"resumed from step {self.step} (attempt {parent})")
         if self.world.is_main:
-            self.folder.record_parent_attempt(parent, self.step, rows)
+            self.folder.record_parent_attempt(parent, self.step, rows, self.total)
         return self.step
 
     def add_hook(self, hook: StepHook) -> None:

@@ -30,6 +30,7 @@ from common.measure import plots
 from common.ranks.rank_info import read_rank_info
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, write_atomic
+from common.runs.result_columns import list_columns
 from common.system.causes import Cause
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_REFUSED
@@ -93,7 +94,7 @@ class ResultTable:
         parsed = result.parse_result(folder.result)
         row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
         row["exit_status"] = folder.result.get("exit_status")
-        self.rows.append(row | parsed.flatten_values() | parsed.list_columns())
+        self.rows.append(row | parsed.flatten_values() | list_columns(parsed))
         self.write_csv()
 
     def write_csv(self) -> None:

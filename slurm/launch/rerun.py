@@ -35,7 +35,7 @@ from common.system.errors import UserError
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_experiment_and_cluster_settings
-from slurm.launch import submit
+from slurm.launch import settings_files, submit
 from slurm.launch.source_check import check_source
 from slurm.reports import logs, selection, status
 from slurm.scheduling import sbatch
@@ -284,7 +284,7 @@ def main(args: argparse.Namespace) -> int:
     text = resolve_settings(old, [f"runs={old.path.parent}", *arguments])
     settings = build_config_from_known_keys(old.experiment, text)
     if scheduler is not None:  # the job starts in another folder, so relative paths would be wrong
-        absolute_paths = [f"{key}={Path(path).absolute()}" for key, path in config_keys.list_paths(settings).items()]
+        absolute_paths = [f"{key}={Path(path).absolute()}" for key, path in settings_files.list_paths(settings).items()]
         text = resolve_settings(old, arguments + absolute_paths)
         settings = build_config_from_known_keys(old.experiment, text)
         submit.check_step_timeout(settings, profile)

@@ -40,6 +40,7 @@ from slurm.arguments import (
     parse_zero_or_one,
     split_experiment_and_cluster_arguments,
 )
+from slurm.launch import settings_files
 from slurm.launch.source_check import check_source
 from slurm.reports import liveness, logs, selection, status
 from slurm.scheduling import sbatch, submission
@@ -117,7 +118,7 @@ def prepare_run_folder(
         print(dataset.notice, flush=True)
         shown_notices.add(dataset.notice)
     # The job may start in another folder, so its paths are absolute.
-    absolute_paths = {key: str(Path(path).absolute()) for key, path in config_keys.list_paths(settings).items()}
+    absolute_paths = {key: str(Path(path).absolute()) for key, path in settings_files.list_paths(settings).items()}
     text = config.format_yaml(config_keys.replace_values(settings, absolute_paths))
     folder = RunFolder.create(Path(absolute_paths["runs"]), name, text)
     with remove_folder_on_error(folder):
@@ -189,7 +190,7 @@ def describe_owner_of_run(folder: RunFolder, fallback: str) -> str:
 def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, scheduler: Scheduler) -> str:
     """Submit an ended run as a new job and return the job id. Raises UserError."""
     provenance.copy_custom_files(settings, resumed.path / "code")
-    text = config.format_yaml_with_keys_of_file(settings, resumed.path / config.CONFIG_FILE)
+    text = settings_files.format_yaml_with_keys_of_file(settings, resumed.path / config.CONFIG_FILE)
     return submit_prepared_run(resumed, settings, text, profile, scheduler)
 
 

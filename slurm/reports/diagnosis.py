@@ -20,7 +20,7 @@ from common.runs.rank_changes import describe_rank_changes
 from common.system.causes import PEER_CAUSES, Cause
 from common.system.disk_problems import DISK_PROBLEMS
 from common.system.text import format_duration, read_end_of_file
-from slurm.reports import rank_logs, status
+from slurm.reports import rank_logs, status, training_progress
 from slurm.reports.heartbeats import Heartbeat, describe_slow_rank, find_slow_rank, read_heartbeats
 from slurm.reports.selection import parse_float, read_newest_settings, read_step_timeout
 from slurm.reports.status import FINAL_STATES
@@ -232,7 +232,7 @@ def find_likely_cause(
         return LikelyCause()
     if state == "RUNNING":
         max_silence = max(SILENCE_SECONDS, read_step_timeout(folder))
-        return LikelyCause(diagnose_running_run(ranks, status.read_last_step(folder), max_silence))
+        return LikelyCause(diagnose_running_run(ranks, training_progress.read_last_step(folder), max_silence))
 
     return explain_failure(folder, detail, run_cause, ranks)
 
@@ -274,7 +274,7 @@ def collect_diagnosis(folder: RunFolder) -> dict[str, Any]:
         "state": state.lower(),
         "detail": detail,
         "attempts": len(attempts),
-        "step": status.read_last_step(folder),
+        "step": training_progress.read_last_step(folder),
         "ranks": [rank.to_dict() for rank in ranks],
         "first_error": failed[0].to_dict() if failed else None,
         "ranks_changed": describe_rank_changes(attempts[-1]) if attempts else [],

@@ -1,4 +1,7 @@
-"""The `logs` command: print or follow the output of rank 0 of a run. This module does not import torch."""
+"""The `logs` command: print or follow the output of rank 0 of a run. This module does not import torch.
+
+Messages of Submitit and srun that say nothing about the run are omitted, unless RAW=1.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ from common.runs import claims, provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
+from slurm.reports.log_filter import LogFilter
 from slurm.reports.selection import find_run, parse_float, read_newest_settings
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_status
+from slurm.reports.status_table import format_status
 from slurm.scheduling.scheduler import STATUS_TIMEOUT
 
 EXIT_CODE = re.compile(r"(?:\bExitCode=|^)([0-9]+):([0-9]+)", re.MULTILINE)  # exit status:signal, from SLURM
@@ -25,27 +30,28 @@ STATUS_SECONDS = 2.0  # interval between two reads of the run's status
 MARGIN_SECONDS = 10.0  # the log of an ended run is followed for at most wandb.finish_timeout plus this time
 
 
-def follow_log(folder: RunFolder, log: Path) -> int:
+def follow_log(folder: RunFolder, log: Path, *, raw: bool = False) -> int:
     """Print a log as it grows, until the run ends or the user presses Ctrl-C.
 
     Returns the exit status of the run, or 130 after Ctrl-C.
     """
     try:
-        return print_growing_log(folder, log)
+        return print_growing_log(folder, log, raw)
     except KeyboardInterrupt:
         run = shlex.quote(str(folder.path))
         print(f"\nno longer following the log; the run continues. To stop the run: make cancel RUN={run}")
         return 128 + signal.SIGINT
 
 
-def print_growing_log(folder: RunFolder, log: Path) -> int:
-    """Print a log as it grows, and then the status of the run.
+def print_growing_log(folder: RunFolder, log: Path, raw: bool) -> int:
+    """Print a log as it grows, without noise unless `raw`, and then the status of the run.
 
     A run writes its result before its last log lines. The log is therefore followed until the job or process has ended,
     but no longer than W&B may take to finish. Returns the exit status of the run.
     """
     finish_timeout = parse_float(read_newest_settings(folder).get("wandb.finish_timeout", "")) or 0.0
     max_result_age = MARGIN_SECONDS + finish_timeout
+    log_filter = LogFilter()
     position = 0
     status_time = 0.0
     state = ""
@@ -58,7 +64,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
             file.seek(position)
             text = file.read()
             position = file.tell()
-            print(text, end="", flush=True)
+            print(text if raw else log_filter.select_lines(text, is_last=is_last), end="", flush=True)
         if is_last:
             break
 
@@ -66,7 +72,7 @@ def print_growing_log(folder: RunFolder, log: Path) -> int:
             state = read_status(folder).state
             status_time = time.monotonic()
         time.sleep(POLL_SECONDS)
-    print(read_status(folder).format_line(), flush=True)
+    print(format_status(read_status(folder)), flush=True)
     return find_exit_status(folder)
 
 
@@ -145,7 +151,9 @@ def read_rank_0_log(folder: RunFolder) -> str:
 def main(args: argparse.Namespace) -> int:
     """Print or follow the log of rank 0, and return the exit status."""
     folder = find_run(args.run, Path(args.runs_folder or "runs"))
+    raw = parse_zero_or_one("RAW", args.raw)
     if parse_zero_or_one("FOLLOW", args.follow):
-        return follow_log(folder, find_rank_0_log(folder))
-    print(read_rank_0_log(folder), end="")
+        return follow_log(folder, find_rank_0_log(folder), raw=raw)
+    text = read_rank_0_log(folder)
+    print(text if raw else LogFilter().select_lines(text, is_last=True), end="")
     return 0

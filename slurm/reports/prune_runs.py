@@ -117,7 +117,7 @@ def parse_delete_switch(delete: str, dry_run: str) -> bool:
 def main(args: argparse.Namespace) -> int:
     """List or delete files that ended runs no longer need, and return the exit status."""
     delete = parse_delete_switch(args.delete, args.dry_run)
-    criteria = RunFilter(args.runs, args.name, args.last, args.where)
+    criteria = RunFilter.from_arguments(args)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     total = remove_superfluous_files(folders, bool(args.runs), delete)
     filters = {"RUNS": args.runs, "NAME": args.name, "LAST": args.last, "WHERE": args.where}

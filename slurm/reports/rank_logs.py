@@ -29,6 +29,7 @@ FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
 PROJECT_FILE = re.compile(r"^(?!.*/(site|dist)-packages/).*/(common|slurm|experiments)/([\w/]+/)?\w+\.py$")
 # The task numbers, such as 0,2-3, and how the tasks ended.
 TASK_ENDING = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.+)", re.MULTILINE)
+FIRST_FORMAT_WITH_CAUSES = 2  # ranks of runs with an older format do not record the causes of their failures
 JOB_START = "Starting with JobEnvironment"  # Submitit logs this text at each start of a job, in the same file
 
 
@@ -100,13 +101,19 @@ def find_stack_position(log: str) -> str:
     return " < ".join(f"{Path(path).name}:{line} {name}" for path, line, name in selected)
 
 
+def records_causes(folder: RunFolder) -> bool:
+    """Return whether the source code that a run executes records the causes of failures."""
+    metadata_format = provenance.read_metadata(folder).get("format")
+    return isinstance(metadata_format, int) and metadata_format >= FIRST_FORMAT_WITH_CAUSES
+
+
 def classify_logged_error(folder: RunFolder, error: LoggedError) -> Cause:
     """Return the cause of an error in a log.
 
     A rank without a record may have been ended by an error of Python or of a library, whose message is in a traceback.
     Messages of this project are searched only in logs of older versions, which did not record causes.
     """
-    if not provenance.records_causes(folder):
+    if not records_causes(folder):
         return foreign_text.classify_recorded_text(error.text)
     if PROJECT_EXCEPTION.match(error.exception):
         return Cause.OTHER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import operator
@@ -12,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from common.config import config, config_keys
+from common.runs.description import is_archived
 from common.runs.folder import RunFolder, read_json
 from common.runs.metrics_rows import parse_json
+from common.runs.result import parse_result
+from common.runs.result_columns import list_columns
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import TrainingExperiment
-from slurm.arguments import parse_count, split_words, suggest_nearest
+from slurm.arguments import parse_count, parse_zero_or_one, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)  # key, comparison and value in WHERE
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -26,6 +30,7 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
+LEARNING_RATE = "optim.lr"
 DEFAULT_RUN_COUNT = 10  # number of newest runs that are selected if no criterion selects specific runs
 
 
@@ -40,9 +45,17 @@ class RunFilter:
     last: str = ""
     """Number of newest runs to select (LAST)."""
     conditions: str = ""
-    """Conditions on settings (WHERE), such as `strategy=ddp lr>0.1`."""
+    """Conditions on settings and results (WHERE), such as `strategy=ddp lr>0.1 test_accuracy>=0.98`."""
     sweep: str = ""
     """Name or folder of a sweep (SWEEP)."""
+    omits_archived: bool = False
+    """Whether archived runs are left out unless RUNS names them."""
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> RunFilter:
+        """Return the criteria in the arguments of a command. A command with the setting ALL omits archived runs."""
+        omits_archived = "all" in args and not parse_zero_or_one("ALL", args.all)
+        return cls(args.runs, args.name, args.last, args.where, getattr(args, "sweep", ""), omits_archived)
 
 
 def find_run(name: str, runs: Path) -> RunFolder:
@@ -83,12 +96,16 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
     folders = list_named_runs(criteria, root) if criteria.runs or criteria.sweep else list_all_runs(root)
     if not folders:
         raise UserError(f"no runs in {root} yet; start one: make exp NAME={config.list_experiments()[0]}")
+    if criteria.omits_archived and not criteria.runs:
+        folders = [folder for folder in folders if not is_archived(folder)]
+        if not folders:
+            raise UserError("all of these runs are archived; to select archived runs, add ALL=1")
     if criteria.name:
         experiments = sorted({folder.experiment for folder in folders})
         if criteria.name not in experiments:
             raise UserError(f"NAME={criteria.name!r}: no matching run; found runs of {', '.join(experiments)}")
         folders = [folder for folder in folders if folder.experiment == criteria.name]
-    folders = filter_runs_by_settings(folders, criteria.conditions)
+    folders = filter_runs(folders, criteria.conditions)
 
     if criteria.last:
         return folders[-parse_count("LAST", criteria.last) :]
@@ -190,29 +207,55 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
     return conditions
 
 
-def filter_runs_by_settings(folders: list[RunFolder], text: str) -> list[RunFolder]:
-    """Return the runs whose settings meet all conditions in the text of WHERE.
+def filter_runs(folders: list[RunFolder], text: str) -> list[RunFolder]:
+    """Return the runs whose settings and results meet all conditions in the text of WHERE.
 
-    Raises UserError if the text is invalid, if no run has a setting of that name, or if no run meets the conditions.
+    Results are read only if a condition does not name a setting. Raises UserError if the text is invalid, if no run has
+    a setting or result of that name, or if no run meets the conditions.
     """
     conditions = parse_conditions(text)
     if not conditions:
         return folders
 
-    settings = [read_newest_settings(folder) | {"experiment": folder.experiment} for folder in folders]
-    keys = set[str]().union(*settings)
-    for short_key, _, _ in conditions:
-        if not any(matches_short_name(short_key, key) for key in keys):
-            hint = suggest_nearest(short_key, sorted(keys | {key.split(".")[-1] for key in keys}))
-            raise UserError(f"WHERE: no run has a setting named {short_key}{hint}")
+    values = [read_newest_settings(folder) | {"experiment": folder.experiment} for folder in folders]
+    for run_values in values:
+        if LEARNING_RATE in run_values:  # not that of the newest step
+            run_values["learning_rate"] = run_values[LEARNING_RATE]
+    if find_unknown_names(conditions, values):
+        for folder, run_values in zip(folders, values, strict=True):
+            for name, value in read_results(folder).items():
+                run_values.setdefault(name, value)
+    for name in find_unknown_names(conditions, values):
+        keys = set[str]().union(*values)
+        hint = suggest_nearest(name, sorted(keys | {key.split(".")[-1] for key in keys}))
+        raise UserError(f"WHERE: no run has a setting or result named {name}{hint}")
 
     matches = []
-    for folder, run_settings in zip(folders, settings, strict=True):
-        if all(meets_condition(run_settings, *condition) for condition in conditions):
+    for folder, run_values in zip(folders, values, strict=True):
+        if all(meets_condition(run_values, *condition) for condition in conditions):
             matches.append(folder)
     if not matches:
         raise UserError(f"WHERE={text!r}: no matching run ({format_count(len(folders), 'run')} checked)")
     return matches
+
+
+def find_unknown_names(conditions: list[tuple[str, ...]], values: list[dict[str, str]]) -> list[str]:
+    """Return the names in conditions that are not the name or short name of a value of any run."""
+    keys = set[str]().union(*values)
+    return [name for name, *_ in conditions if not any(matches_short_name(name, key) for key in keys)]
+
+
+def read_results(folder: RunFolder) -> dict[str, str]:
+    """Return the results of a run as text: the values in result.json, and the newest values of other metrics.
+
+    `step` is the last step, and `duration` the time of training in seconds.
+    """
+    newest: dict[str, Any] = {}
+    for row in folder.read_rows():
+        newest |= row
+    newest |= {"step": newest.get("global_step"), "duration": newest.get("time")}
+    newest |= list_columns(parse_result(folder.result))
+    return {name: str(value) for name, value in newest.items() if value is not None}
 
 
 def matches_short_name(short: str, full: str) -> bool:

@@ -48,10 +48,13 @@ def make_workspace(entity: str, project: str) -> Any:
         wr.LinePlot(title="training loss by samples", x="samples", y=["loss"], log_y=True),
         wr.LinePlot(title="test accuracy by samples", x="samples", y=["test_accuracy"]),
         wr.LinePlot(title="test loss by samples", x="samples", y=["test_loss"], log_y=True),
+        wr.LinePlot(title="learning rate by samples", x="samples", y=["learning_rate"]),
+        wr.LinePlot(title="gradient norm by samples", x="samples", y=["gradient_norm"], log_y=True),
     ]
     size = wr.Config("world_size")
     speed: list[Any] = [
         wr.BarPlot(title="samples per second", metrics=["samples_per_second"]),
+        wr.LinePlot(title="seconds per step by samples", x="samples", y=["step_time"]),
         wr.ScatterPlot(title="throughput by ranks", x=size, y=wr.SummaryMetric("samples_per_second")),
         wr.ScatterPlot(title="scaling efficiency by ranks", x=size, y=wr.SummaryMetric("efficiency")),
         wr.BarPlot(title="share of time spent waiting for other ranks", metrics=["waiting"]),

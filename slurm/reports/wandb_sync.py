@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from common.runs.folder import RunFolder
-from common.runs.tracking import wandb_account, wandb_rows, wandb_tracker
+from common.runs.tracking import wandb_account, wandb_rows, wandb_tracker, wandb_upload
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection, status
@@ -52,7 +52,7 @@ def describe_pending_writes(folder: RunFolder) -> str:
         return f"it is not known whether the run has ended ({detail}); run make sync again when SLURM answers"
     if state not in status.FINAL_STATES:
         return f"the run has not ended yet ({state})"
-    return "its tracking process is still running" if wandb_tracker.is_tracked_now(folder) else ""
+    return "its tracking process is still running" if wandb_upload.is_tracked_now(folder) else ""
 
 
 def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
@@ -83,7 +83,7 @@ def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
     wandb_account.require_account()
     # The missing rows of an online run are sent to W&B. The missing rows of an offline run are written to a folder.
     for folder in incomplete:
-        wandb_tracker.send_missing_rows(folder)
+        wandb_upload.send_missing_rows(folder)
 
     unsent = list_unsent_folders(selected)
     if not unsent:
@@ -127,7 +127,7 @@ def open_wandb_viewer(folders: list[RunFolder]) -> int:
     for folder in folders:
         needs_server = wandb_tracker.has_missing_online_rows(folder)
         if wandb_rows.list_incomplete_notes(folder) and not needs_server and not describe_pending_writes(folder):
-            wandb_tracker.send_missing_rows(folder)
+            wandb_upload.send_missing_rows(folder)
     with tempfile.TemporaryDirectory() as merged:
         if not link_wandb_logs(folders, Path(merged)):
             raise UserError(
@@ -140,6 +140,6 @@ def open_wandb_viewer(folders: list[RunFolder]) -> int:
 def main(args: argparse.Namespace) -> int:
     """Send runs to W&B, or open W&B's viewer for runs, and return the exit status."""
     dry = args.verb == "sync" and parse_zero_or_one("DRY_RUN", args.dry_run)
-    criteria = RunFilter(args.runs, args.name, args.last, args.where, args.sweep)
+    criteria = RunFilter.from_arguments(args)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     return open_wandb_viewer(folders) if args.verb == "leet" else send_runs_to_wandb(folders, dry)

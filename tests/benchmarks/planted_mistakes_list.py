@@ -229,12 +229,10 @@ EXPERIMENT_MISTAKES = [
         "experiments/amp_accum.py",
         """\
     scaler.unscale_(optimizer)  # once per step, before clipping
-    if cfg.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    step.clip_gradients(model.parameters(), cfg.clip)
 """,
         """\
-    if cfg.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    step.clip_gradients(model.parameters(), cfg.clip)
     scaler.unscale_(optimizer)
 """,
     ),

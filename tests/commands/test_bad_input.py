@@ -51,6 +51,7 @@ FILES = [
     configured("--config is no YAML", "batch: [1\nx: }", "own.yaml", "not valid YAML"),
     configured("--config is a list", "- batch\n", "own.yaml", "key: value"),
     configured("--config has an unknown key", "batch: 32\nbatches: 3\n", "unknown key batches"),
+    configured("--config has a name with a line break", 'run:\n  name: "a\\nb"\n', "run.name='a\\nb': line breaks"),
     configured("--config has a wrong type", "optim:\n  lr: fast\n", "optim.lr=fast"),
     scheduled(
         "schedule: no file",

@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 
 from common.runs.compare import compare_page
+from common.runs.compare.compare_page import LoggedImage
 from common.runs.folder import RunFolder, read_json
 from slurm.reports import compare as compared
 from slurm.reports import selection
+from slurm.reports.compare_content import make_compared_run
+from slurm.reports.compared_runs import RunFacts, read_groups
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import execute_verb
@@ -53,7 +56,7 @@ def test_the_table_has_every_run_and_the_differing_settings(runs_folder: Path) -
     assert first == "mnist_pipeline:"
     assert lines.pop(2) == "ddp_multinode:"
     assert [line.split()[1] for line in lines[:6]] == ["finished", "finished", "finished", "failed", "running", "lost"]
-    assert "optim.lr" in head
+    assert "learning rate" in head
     assert "strategy" in head
     assert "momentum" not in head, "all runs have the same momentum"
     assert "data.cache" not in head
@@ -72,7 +75,7 @@ def test_the_table_is_as_wide_as_the_terminal(runs_folder: Path, width: int) -> 
     assert width < 80 or "accuracy" in head
     has_full_id = any(path.name in lines[1] for path in runs_folder.glob("mnist_pipeline-*"))
     assert has_full_id == (width == 200)
-    assert ("the terminal is too narrow: " in completed.stdout) == (width < 120)
+    assert ("the terminal is too narrow: " in completed.stdout) == (width < 200)
 
 
 def test_json_writes_no_page(runs_folder: Path, tmp_path: Path) -> None:
@@ -161,7 +164,7 @@ def test_the_cuts_of_stages_are_shown(tmp_path: Path) -> None:
         measured = {} if stages is None else {"stages": stages}
         SyntheticRun("mnist_pipeline", number, 20, result={"measured": measured}).write(tmp_path)
     assert [run["split_at"] for run in as_json(tmp_path)["runs"]] == ["layer2_1,fc", None, None, None]
-    head, _, first, *_ = compare(tmp_path).stdout.splitlines()
+    head, _, first, *_ = compare(tmp_path, COLUMNS="200").stdout.splitlines()
     assert "  split at" in head
     assert "layer2_1,fc" in first
 
@@ -224,6 +227,16 @@ SELECTIONS = {
     "--where=lr=5e-2": "0001",
     "--where=experiment=mnist_pipeline --last=1": "0001",
     "--sweep=grid": "0004 0002",
+    "--where=test_accuracy>=0.96": "0000 0001 0002",
+    "--where=test_accuracy<0.96": "0003 0004",  # not finished: the newest evaluation counts
+    "'--where=state=failed test_loss<1'": "0003",
+    "'--where=duration<=20 step>0 strategy=ddp'": "0002 0004",
+    "--where=learning_rate>0.04": "0001 0004",
+    "--sort=-lr --name=mnist_pipeline": "0001 0000",
+    "--sort=learning_rate --name=mnist_pipeline": "0000 0001",
+    "'--sort=final loss'": "0002 0000 0001 0004 0003 0005",
+    "'--sort=-test_accuracy' --last=4": "0002 0004 0003 0005",
+    "--sort=strategy --name=ddp_multinode": "0002 0004 0005 0003",
 }
 
 
@@ -261,12 +274,22 @@ INVALID_ARGUMENTS = {
     "--where=strategy=ddp batch=3": "no matching run (6 runs checked)",
     "--sweep=nosuch": "no such sweep",
     "--json=yes": "JSON must be 0 or 1",
+    "--where=test_acuracy>=0.9": "did you mean test_accuracy?",
+    "--where=test_accuracy>1": "no matching run (6 runs checked)",
+    "--where=test_accuracy>high": "'high' is not a number",
+    "--sort=nosuch": "use, for example, test_accuracy, -loss, start, optim.lr",
+    "--sort=-test_acuracy": "did you mean test_accuracy?",
+    "--group=batch": "GROUP must be seed",
+    "--group=seed --json=1": "GROUP cannot be combined with JSON=1",
+    "--follow=1 --json=1": "FOLLOW cannot be combined with JSON=1",
+    "--follow=yes": "FOLLOW must be 0 or 1",
 }
 
 
-@pytest.mark.parametrize("argument, part", INVALID_ARGUMENTS.items())
-def test_invalid_arguments_are_refused(runs_folder: Path, argument: str, part: str) -> None:
-    (line,) = compare(runs_folder, argument, status=2).stderr.splitlines()
+@pytest.mark.parametrize("arguments, part", INVALID_ARGUMENTS.items())
+def test_invalid_arguments_are_refused(runs_folder: Path, arguments: str, part: str) -> None:
+    options = [arguments] if "'" in arguments or "strategy" in arguments else arguments.split()
+    (line,) = compare(runs_folder, *options, status=2).stderr.splitlines()
     assert part in line
 
 
@@ -303,24 +326,25 @@ def test_only_pages_of_make_compare_are_overwritten(runs_folder: Path, tmp_path:
 def test_two_runs_with_the_same_id_suffix_are_separate_in_the_page(tmp_path: Path) -> None:
     for name in ("mnist_pipeline", "ddp_multinode"):
         SyntheticRun(name, 7, 10, result={"measured": {"idle_share": [0.2]}}).write(tmp_path)
-    runs, _ = compared.load_runs(selection.list_all_runs(tmp_path))
-    page = compare_page.render_page([compared.make_compared_run(run, ["waiting"], tmp_path) for run in runs], [], [])
+    groups = read_groups(selection.list_all_runs(tmp_path), by_seed=False)
+    page = compare_page.render_page([make_compared_run(group, ["waiting"], tmp_path) for group in groups], [], [], [])
     rows = re.findall(r'<tr class="run" data-run="(\d)".*? title="([^"]+)"', page)
-    assert rows == [(str(i), run.folder.path.name) for i, run in enumerate(runs)]
+    assert rows == [(str(i), group.runs[0].folder.path.name) for i, group in enumerate(groups)]
     data = json.loads(re.findall(r'type="application/json">(.*?)</script>', page)[0])
     assert {run["name"] for run in data["runs"]} == {"ddp_multinode 0007", "mnist_pipeline 0007"}
 
 
 def test_text_of_a_run_folder_is_escaped_in_the_page(runs_folder: Path) -> None:
-    runs, _ = compared.load_runs(selection.list_all_runs(runs_folder))
-    facts = runs[0]
+    group = read_groups(selection.list_all_runs(runs_folder), by_seed=False)[0]
+    facts = group.runs[0]
     markup = "<i>{{script}}</i></script>\"'"
     facts.curves.tests[markup] = facts.curves.tests["test_loss"]
     facts.settings["optim.lr"] = markup
-    facts.label = markup
-    run = compared.make_compared_run(facts, ["step"], runs_folder)
+    group.label = markup
+    run = make_compared_run(group, ["step"], runs_folder)
     run = dataclasses.replace(run, state=markup, detail=markup, experiment=markup, links={markup: markup})
-    page = compare_page.render_page([run, dataclasses.replace(run, experiment="b")], ["optim.lr"], ["optim.lr"])
+    run = dataclasses.replace(run, short_id=markup, images=[LoggedImage(markup, 1, markup)])
+    page = compare_page.render_page([run, dataclasses.replace(run, experiment="b")], ["optim.lr"], [], ["optim.lr"])
     assert "<i>" not in page
     assert page.count("{{script}}") > 10
     assert page.count("<script") == 2
@@ -343,7 +367,7 @@ def test_a_restart_is_no_dip_in_the_throughput(tmp_path: Path) -> None:
     folder = SyntheticRun(steps=60, attempts=2).write(tmp_path)
     later = folder.list_attempts()[1]
     write_rows(later, [row | {"time": row["time"] + 60} for row in later.read_attempt_rows()])
-    low = compared.RunFacts.from_folder(folder).curves.speed.low
+    low = RunFacts.from_folder(folder).curves.steps["samples_per_second"].low
     assert min(low) > 0.5 * max(low)
 
 

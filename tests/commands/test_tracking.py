@@ -21,9 +21,11 @@ import yaml
 
 from common.config import changed_settings
 from common.measure import media
+from common.runs import description
 from common.runs.folder import RunFolder, read_json, write_json
 from common.runs.tracking import wandb_rows
-from common.runs.tracking.wandb_tracker import Tracker, send_missing_rows
+from common.runs.tracking.wandb_tracker import Tracker
+from common.runs.tracking.wandb_upload import send_missing_rows
 from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config
@@ -88,7 +90,7 @@ def offline(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Offline:
 
     def make(place: Path) -> None:
         data = ("data.name=digits", f"data.cache={cache}", "data.test_limit=1000", "epochs=1", "steps=30")
-        tracking = ("wandb.tags=[mine]", "wandb.finish_timeout=200")
+        tracking = ("wandb.tags=[mine]", "wandb.finish_timeout=200", "run.name=wide net", "run.notes=first try")
         arguments = make_run_command("mnist_pipeline", *data, *tracking, runs=place / "run/my runs")
         env = make_environment(WANDB_MODE="offline", WANDB_API_KEY=API_KEY, HOME=str(place / "run/home"))
         env[execution.NO_FORK_VARIABLE] = "the test reads the command line of the tracker"
@@ -153,7 +155,9 @@ def test_summary_tags_and_config_are_complete(offline: Offline) -> None:
     tracked = json.loads(inspect_wandb_folder(folder, "--summary"))
     assert tracked["state"] == "finished"
     assert tracked["exit_code"] == 0
-    assert tracked["name"] == folder.path.name
+    assert tracked["name"] == "wide net"
+    (started,) = select_records(offline.records, "run")
+    assert started["notes"] == "first try"
     assert tracked["run_id"] == read_tracking_status(folder)["id"]
     assert tracked["project"] == "distributed-experiments"
     assert set(tracked["tags"]) == {"mnist_pipeline", "data:digits", "world_size:2", "mine"}
@@ -164,6 +168,7 @@ def test_summary_tags_and_config_are_complete(offline: Offline) -> None:
     assert settings.items() <= config.items()
     assert (config["experiment"], config["world_size"], config["data"]["name"]) == ("mnist_pipeline", 2, "digits")
     meta = read_json(folder.path / "meta.json")
+    assert config["run_folder"] == folder.path.name
     assert config["meta"]["git"] == meta["git"]["sha"]
     assert config["meta"]["packages"] == meta["packages"]
 
@@ -195,6 +200,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     slow: RunFolder, tmp_path: Path
 ) -> None:
     source = copy_with_two_starts(slow, tmp_path / "source")
+    description.write_notes(source, "written later")
     first, second = source.list_attempts()
     wandb_rows.write_note(first, wandb_rows.TrackingNote(25 + 4, complete=True))
     changed = {"wandb.tags": [["mine"], ["mine", "longer"]], "wandb.group": ["", "pair"], "optim.lr": ["0.02", "0.01"]}
@@ -210,6 +216,8 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     tracked = read_records(folder)
     (started,) = select_records(tracked, "run")
     assert started["run_group"] == "pair"
+    assert started["display_name"] == folder.path.name
+    assert started["notes"] == "written later"
     assert {"mine", "longer"} <= set(started["tags"])
     assert "data:" + "x" * 59 in started["tags"], "W&B accepts 64 characters"
     assert '"lr":0.01' in json.dumps(started).replace("\\", "").replace(" ", "")

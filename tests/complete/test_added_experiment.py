@@ -32,5 +32,6 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
     omitted = [f"--deselect={test}" for test in OMITTED]
     pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
     env = make_environment(PYTEST_ADDOPTS="")
+    env.pop("PYTEST_XDIST_WORKER", None)  # this pytest is not a worker, and shares no folders with other test runs
     completed = execution.execute_command(pytest, cwd=clone, env=env, timeout=3600, real_process=True, status=0)
     assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

@@ -11,13 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from common.measure import media
 from common.runs.compare import compare_page, metric_curves
 from common.runs.compare.compare_page import ComparedRun, TableCell
 from common.runs.compare.metric_curves import Curve, RunCurves
 from tests.harness.commands import in_process_calls
+from tests.harness.commands.processes import wait_until
 from tests.harness.pages.browser import open_browser, read_requested_urls, set_color_scheme, set_page_width
-from tests.harness.runs.synthetic_runs import write_example_runs
+from tests.harness.runs.synthetic_runs import SyntheticRun, write_example_runs
 
 HOSTILE = "</script><script>document.title='pwned'</script><img src=x onerror=\"document.title='pwned'\">"
 OVERLAPS = """
@@ -27,7 +30,7 @@ const meet = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b
 const found = [], among = list => list.forEach(([e, a], i) => list.slice(i + 1).forEach(([f, b]) => {
   if (meet(a, b)) found.push(`${e.textContent} / ${f.textContent}`); }));
 document.querySelectorAll('.chart').forEach(chart => among(boxes('text', chart)));
-among(boxes('figure, #legend, #controls, header, section', document));
+among(boxes('figure, #legend, #controls, header, body > section', document));
 among(boxes('.experiment .run > span', document));
 const parts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT, node =>
   node.parentNode.className === 'name' ? NodeFilter.FILTER_ACCEPT : NodeFilter.FILTER_SKIP);
@@ -55,9 +58,9 @@ def make_curves(source: np.random.Generator, steps: int) -> tuple[RunCurves, flo
         "test_accuracy": Curve(points, accuracy, accuracy, accuracy),
         "once": Curve(points[:1], first, first, first),
     }
-    loss_curve = metric_curves.compute_loss_curve(table)
-    speed_curve = metric_curves.compute_speed_curve(table)
-    return RunCurves(loss_curve, speed_curve, metrics), accuracy[-1]
+    step_curves = metric_curves.compute_speed_curves(table[:, [0, 1, 2, 4]])
+    step_curves["loss"] = metric_curves.average_row_groups(table[:, :3], loss, np.ones(steps))
+    return RunCurves(step_curves, metrics), accuracy[-1]
 
 
 def make_run(source: np.random.Generator, number: int, steps: int) -> ComparedRun:
@@ -78,6 +81,7 @@ def make_run(source: np.random.Generator, number: int, steps: int) -> ComparedRu
     return ComparedRun(
         f"{name}-{number:04x}",
         name,
+        f"{number:04x}",
         label,
         state,
         curves,
@@ -125,8 +129,11 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     requested = [url for url in read_requested_urls(chrome) if not url.startswith(("data:", "blob:"))]
     assert requested == [page.as_uri()]
     titles = chrome.execute_script("return [...document.querySelectorAll('figure h3')].map(t => t.textContent)")
-    assert titles == ["training loss", "test accuracy", "test loss", HOSTILE, "samples/s"]
-    assert chrome.execute_script(LINES) == [5, 5, 5, 1, 5]  # all but the run that never started
+    last_part = HOSTILE.rpartition("/")[2]
+    assert titles == ["training loss", "test accuracy (%)", "test loss", last_part, "samples/s", "step time (ms)"]
+    headings = chrome.execute_script("return [...document.querySelectorAll('h2')].map(t => t.textContent)")
+    assert headings == ["training", "evaluation", HOSTILE.rpartition("/")[0], "speed"]
+    assert chrome.execute_script(LINES) == [5, 5, 5, 1, 5, 5]  # all but the run that never started
     links = re.findall(r'<a href="([^"]+)">', page.read_text())
     assert len(links) > 20
     assert "attempts/0003/logs/rank-1.log" in " ".join(links)
@@ -136,7 +143,7 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
 
 def test_nothing_overlaps_at_any_width_and_all_controls_work(tmp_path: Path, chrome: Any) -> None:
     page = tmp_path / "page.html"
-    page.write_text(compare_page.render_page(make_runs(14, 20_000), ["model.depth", "optim.lr"], []))
+    page.write_text(compare_page.render_page(make_runs(14, 20_000), ["model.depth", "optim.lr"], [], []))
     for width in (360, 700, 1300, 2560):
         set_page_width(chrome, width)
         chrome.get(page.as_uri())
@@ -149,10 +156,8 @@ def test_nothing_overlaps_at_any_width_and_all_controls_work(tmp_path: Path, chr
             assert not overlaps, (width, scheme, overlaps)
             background = chrome.execute_script("return getComputedStyle(document.body).backgroundColor")
             assert (background == "rgb(255, 255, 255)") == (scheme == "light")
-        legend_top = "document.querySelector('#legend').getBoundingClientRect().top"
-        charts_bottom = "document.querySelector('#charts').getBoundingClientRect().bottom"
-        legend_is_below = chrome.execute_script(f"return {legend_top} >= {charts_bottom}")
-        assert legend_is_below == (width < 900)
+        check_legend_position(chrome, is_above=width < 900)
+        check_columns(chrome, fit=width >= 700)
         chrome.execute_script("document.querySelector('[name=x][value=log]').click()")
         overlaps = chrome.execute_script(OVERLAPS)
         assert not overlaps, (width, "log", overlaps)
@@ -160,6 +165,34 @@ def test_nothing_overlaps_at_any_width_and_all_controls_work(tmp_path: Path, chr
     check_axes(chrome)
     check_legend(chrome)
     check_table(chrome)
+
+
+def check_legend_position(chrome: Any, is_above: bool) -> None:
+    """Check that the legend is above or beside the charts, and remains visible next to the last chart."""
+    rectangles = "const [legend, charts] = [...document.querySelectorAll('#legend, #charts')]"
+    rectangles += ".map(element => element.getBoundingClientRect());"
+    assert chrome.execute_script(f"{rectangles} return legend.bottom <= charts.top") == is_above
+    chrome.execute_script("[...document.querySelectorAll('.chart')].at(-1).scrollIntoView({block: 'end'})")
+    top, bottom, height = chrome.execute_script(f"{rectangles} return [legend.top, legend.bottom, innerHeight]")
+    assert 0 <= top < bottom <= height
+    assert bottom < height / 2 or not is_above
+    chrome.execute_script("scrollTo(0, 0)")
+
+
+def check_columns(chrome: Any, fit: bool) -> None:
+    """Check that no column of the table is cut, and that a button shows the columns that do not fit."""
+    overflow = "return results.offsetWidth - results.parentNode.clientWidth"
+    heads = "return [...document.querySelectorAll('#results thead th')].filter(h => !h.hidden).map(h => h.textContent)"
+    columns = ["run", "state", "model.depth", "learning rate", "accuracy", "samples/s", "waiting", "files"]
+    assert chrome.execute_script(overflow) <= 0
+    shown = chrome.execute_script(heads)
+    assert (shown == columns) == fit
+    assert shown == [*columns[: len(shown) - 1], "files"]
+    assert chrome.execute_script("return document.querySelector('#columns').hidden") == fit
+    if not fit:
+        for expected in (columns, shown):
+            chrome.execute_script("document.querySelector('#columns').click()")
+            assert chrome.execute_script(heads) == expected
 
 
 def read_axes(chrome: Any, title: str) -> list[str]:
@@ -172,6 +205,7 @@ def check_axes(chrome: Any) -> None:
     """Check that the chosen axes are shown, accuracy stays within 0 to 100 %, and only noisy curves are smoothed."""
     choose = "document.querySelector('[name=along][value=\"%s\"]').click()"
     chrome.execute_script("document.querySelector('[name=x][value=\"\"]').click()")
+    assert "part of the run" in read_axes(chrome, "training loss"), "the runs have different numbers of steps"
     for value, name, last in (("1", "samples", "1M"), ("2", "seconds", "200"), ("3", "part of the run", "100%")):
         chrome.execute_script(choose % value)
         assert {name, last} <= set(read_axes(chrome, "training loss"))
@@ -184,13 +218,14 @@ def check_axes(chrome: Any) -> None:
     assert "0.0" not in read_axes(chrome, "training loss")
     assert "100%" in read_axes(chrome, "test accuracy")
     titles = chrome.execute_script("return [...document.querySelectorAll('h3')].map(t => t.textContent)")
-    assert titles == ["training loss", "test accuracy", "samples/s"]  # a metric with one point per run has no chart
+    # A metric with one point per run has no chart.
+    assert titles == ["training loss", "test accuracy (%)", "samples/s", "step time (ms)"]
     lines = "return [...document.querySelectorAll('.chart')].map(c => c.querySelector('.line').getAttribute('d'))"
     before = chrome.execute_script(lines)
     chrome.execute_script("smooth.value = 0.95; smooth.dispatchEvent(new Event('input'))")
     after = chrome.execute_script(lines)
     unchanged = [a == b for a, b in zip(before, after, strict=True)]
-    assert unchanged == [False, True, False]
+    assert unchanged == [False, True, False, False]
     assert read_heights(after[2]).std() < 0.7 * read_heights(before[2]).std()
 
 
@@ -204,11 +239,11 @@ def check_legend(chrome: Any) -> None:
     from selenium.webdriver import ActionChains
     from selenium.webdriver.common.by import By
 
-    assert chrome.execute_script(LINES) == [14, 14, 14]
+    assert chrome.execute_script(LINES) == [14] * 4
     switches = chrome.find_elements(By.CSS_SELECTOR, "#legend .experiment:first-child input")
     for switch, line_count in ((switches[1], 13), (switches[0], 11), (switches[0], 14)):
         switch.click()
-        assert chrome.execute_script(LINES) == [line_count] * 3
+        assert chrome.execute_script(LINES) == [line_count] * 4
     visible_runs = "return [...new Set([...document.querySelectorAll('.curve')].map(g => g.dataset.curve))]"
     all_runs = [str(number) for number in range(14)]
     for number, expected in ((4, ["4"]), (9, ["9"]), (9, all_runs)):
@@ -254,8 +289,8 @@ def check_table(chrome: Any) -> None:
     assert read_column(chrome, "waiting")[1] == ["15%"] * 3
     chrome.find_element(By.ID, "filter").send_keys("DEPTH=3 failed")
     matching = ["000a depth=3 lr=0.0091 failed"]
-    assert read_column(chrome, "run") == [[], [], [], [], matching, []]
-    assert chrome.execute_script(LINES) == [1, 1, 1]
+    assert [column for column in read_column(chrome, "run") if column] == [[" 000a"]]
+    assert chrome.execute_script(LINES) == [1] * 4
     legend = chrome.find_elements(By.CSS_SELECTOR, "#legend .run")
     assert [run.text for run in legend if run.is_displayed()] == matching
     assert chrome.find_element(By.ID, "count").text == "1 of 14 runs"
@@ -263,7 +298,7 @@ def check_table(chrome: Any) -> None:
 
 def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     page = tmp_path / "page.html"
-    page.write_text(compare_page.render_page(make_runs(50, 10_000), ["optim.lr"], []))
+    page.write_text(compare_page.render_page(make_runs(50, 10_000), ["optim.lr"], [], []))
     set_page_width(chrome, 1300)
     chrome.get("about:blank")
     start = time.perf_counter()
@@ -271,20 +306,56 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     line_count = chrome.execute_script("return document.querySelectorAll('.chart .line').length")
     seconds = time.perf_counter() - start
     print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {seconds:.2f} s")
-    assert line_count == 150
+    assert line_count == 200
     assert page.stat().st_size < 4e6
-    check_colours(chrome)
+    check_styles(chrome)
 
 
-def check_colours(chrome: Any) -> None:
-    """Check that the colours of 50 runs differ, and those of neighbours in the legend even more."""
-    lines = "[...document.querySelectorAll('.experiment .line')]"
-    strokes = chrome.execute_script(f"return {lines}.map(l => getComputedStyle(l).stroke)")
-    assert len(strokes) == 50
-    coordinates = [re.findall(r"-?[\d.]+", stroke)[:3] for stroke in strokes]  # in oklab
-    colours = np.array(coordinates, float)
-    for i in range(50):
-        for j in range(i):
-            distance = np.linalg.norm(colours[i] - colours[j])
-            minimum = 0.07 if i - j <= 6 else 0.01
-            assert distance > minimum, (i, j, distance)
+def check_styles(chrome: Any) -> None:
+    """Check that 50 runs differ in the color, dash pattern or marker that the legend, the table and the charts show."""
+    style = "e => [getComputedStyle(e.querySelector('.line')).stroke, e.querySelector('.line').getAttribute("
+    style += "'stroke-dasharray'), e.querySelector('.dot')?.getAttribute('d') ?? '']"
+    samples = [f"[...document.querySelectorAll('{rows}')].map({style})" for rows in ("#legend .run", "#results .run")]
+    legend, table = chrome.execute_script(f"return [{samples[0]}, {samples[1]}]")
+    assert legend == table
+    assert len({tuple(parts) for parts in legend}) == 50
+    curves = "[...document.querySelector('.chart').querySelectorAll('.curve')]"
+    curves += ".sort((a, b) => a.dataset.curve - b.dataset.curve)"
+    assert chrome.execute_script(f"return {curves}.map({style})") == legend
+
+
+def test_images_are_shown(tmp_path: Path, chrome: Any) -> None:
+    folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path)
+    pixels = torch.linspace(0, 1, 28 * 20).view(28, 20)
+    for step in (5, 10):
+        media.write_image(folder.list_attempts()[0], step, "digit", pixels)
+    in_process_calls.call_verb("compare", f"--runs-folder={tmp_path}")
+    chrome.get((tmp_path / "compare.html").as_uri())
+    images = "[...document.images].map(image => [image.naturalWidth, image.closest('a').textContent])"
+    chrome.execute_script("document.querySelector('#images').scrollIntoView()")
+    wait_until(lambda: all(chrome.execute_script("return [...document.images].map(i => i.complete)")), "the images")
+    assert chrome.execute_script(f"return {images}") == [[20, "step 5"], [20, "step 10"]]
+    chrome.execute_script("document.querySelector('#legend .run input').click()")
+    assert chrome.execute_script("return document.images[0].checkVisibility()") is False
+    check_browser_log(chrome)
+
+
+def test_a_followed_page_reloads_itself_and_keeps_the_choices(tmp_path: Path, chrome: Any) -> None:
+    page = tmp_path / "page.html"
+    runs = make_runs(4, 100)
+    page.write_text(compare_page.render_page(runs[:3], ["optim.lr"], [], [], reload_seconds=0.2))
+    set_page_width(chrome, 1300)
+    chrome.get(page.as_uri())
+    chrome.execute_script("document.querySelector('[name=along][value=\"1\"]').click()")
+    chrome.execute_script("filter.value = 'lr=0.'; filter.dispatchEvent(new Event('input'))")
+    chrome.execute_script("document.querySelectorAll('#legend .run input')[1].click()")
+    sort_by(chrome, "accuracy")
+    page.write_text(compare_page.render_page(runs, ["optim.lr"], [], []))
+    wait_until(lambda: chrome.title == "4 runs compared", "the new page")
+    assert "samples" in read_axes(chrome, "training loss")
+    visible_runs = "return [...document.querySelector('.chart').querySelectorAll('.curve')].map(g => +g.dataset.curve)"
+    assert chrome.execute_script(visible_runs) == [0, 2, 3]
+    assert chrome.find_element("id", "count").text == "4 of 4 runs"
+    sorted_head = "return document.querySelector('#results [aria-sort=ascending]').textContent"
+    assert chrome.execute_script(sorted_head) == "accuracy"
+    check_browser_log(chrome)

@@ -28,7 +28,7 @@ from common.techniques.collectives.measurement import (
 from common.techniques.collectives.report import CollectiveReport
 from configs.collectives import OPS, Config
 from experiments import collectives as script
-from slurm.launch import rerun
+from slurm.launch import rerun, settings_files
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import read_result_values, run_experiment
 from tests.harness.commands.refusals import expect_refusal
@@ -302,5 +302,5 @@ def test_settings_of_training_in_the_config_of_an_old_run_are_ignored_and_kept(t
         assert config.load_config(Config, [option], {}) == expected
         with pytest.raises(UserError, match=r"unknown key epochs; this experiment trains no model"):
             config.load_config(Config, [option, "epochs=2"], {})
-    text = config.format_yaml_with_keys_of_file(expected, file)
+    text = settings_files.format_yaml_with_keys_of_file(expected, file)
     assert "name: none" in text, "the source code in the run folder still has these settings"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import math
 import re
 import shlex
@@ -88,6 +89,22 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
     for rank in range(entry.processes):
         assert "Warning" not in folder.list_attempts()[0].log_file(rank).read_text()
         assert (folder.list_attempts()[0].attempt_folder / f"heartbeat-{rank}.json").exists()
+
+
+@every
+def test_each_step_has_its_learning_rate_gradient_norm_time_and_throughput(entry: Entry, finished: GetRun) -> None:
+    rows = [row for row in finished(entry).folder.read_metrics() if "test_loss" not in row]
+    names = {"learning_rate", "gradient_norm", "step_time", "samples_per_second"}
+    if not entry.trains_model:
+        assert names.isdisjoint(rows[-1]), "a measurement has no learning rate and no samples"
+        return
+    first_row = rows[0]
+    assert names - first_row.keys() == {"step_time", "samples_per_second"}, "the first step is not timed"
+    for previous, row in itertools.pairwise(rows):
+        assert all(row[name] > 0 for name in names), row
+        samples = row["samples"] - previous["samples"]
+        assert row["samples_per_second"] == pytest.approx(samples / row["step_time"], rel=1e-3)
+    assert rows[0]["learning_rate"] != rows[-1]["learning_rate"]
 
 
 @every
@@ -222,9 +239,10 @@ def test_answers_need_no_torch() -> None:
         files = (ROOT / "common" / package).glob("[a-z]*.py")
         free += [f"{package.replace('/', '.')}.{file.stem}" for file in files]
     assert "runs.tracking.wandb_tracker" in free
-    commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status", "reports.logs"]
+    commands = ["__main__", "launch.submit", "launch.sweep", "launch.rerun", "reports.status_table"]
     commands += ["launch.new_experiment", "launch.check_optimizer", "launch.experiment_sweep", "local_cluster.cli"]
-    commands += ["reports.compare", "reports.doctor", "reports.prune_runs"]
+    commands += ["reports.archive", "reports.compare", "reports.doctor", "reports.logs", "reports.note"]
+    commands += ["reports.prune_runs"]
     commands += ["reports.wandb_dashboard", "reports.wandb_sync"]
     modules = ", ".join([f"slurm.{name}" for name in commands] + [f"common.{name}" for name in free])
     assert list_loaded_modules(modules, ["torch", "wandb"]) == []

@@ -53,6 +53,7 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
         assert list_differences(outcomes[case], reference_run) == [], case
     losses = reference_run["losses"]
     assert len(losses) == 30
+    assert len(outcomes[cases[0]]["norms"]) == 30, "clipping computes the norms"
     assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
 
 

@@ -45,6 +45,7 @@ def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path
         assert list_differences(outcome, unsplit) == [], case
     losses = unsplit["losses"]
     assert len(losses) == 14
+    assert len(outcomes[cases[0]]["norms"]) == 14
     assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
 
 

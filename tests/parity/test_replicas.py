@@ -30,6 +30,7 @@ PARITY = (
     "dtype=float64",
     "eval_batch=4",
     "plot=false",
+    "log.gradient_norm=true",
     "launch.threads=1",
 )
 STAGES = ("replicas=2", "stages=2", "split=[layer3_0]", "checkpoint.every_seconds=0")
@@ -57,7 +58,9 @@ def read_outcome(completed: FinishedRun) -> dict[str, Any]:
     for file in sorted(folder.glob("rank-*.pt")):
         state |= torch.load(file, weights_only=True)["model"]
     names = ("test_loss", "test_accuracy", "test_samples")
-    return {"losses": completed.losses, "state": state, "scores": {name: completed.result[name] for name in names}}
+    outcome = {"losses": completed.losses, "state": state, "scores": {name: completed.result[name] for name in names}}
+    rows = completed.folder.read_metrics()
+    return outcome | {"norms": [row["gradient_norm"] for row in rows if "gradient_norm" in row]}
 
 
 @pytest.mark.parametrize(
@@ -73,5 +76,7 @@ def read_outcome(completed: FinishedRun) -> dict[str, Any]:
 def test_two_replicas_of_two_stages_equal_one_process(settings: tuple[str, ...], cache: Path, tmp_path: Path) -> None:
     common = (*PARITY, *STAGES, f"checkpoint.every_steps={STEPS}", f"data.cache={cache}")
     completed = run_experiment("resnet_modelparallel", *common, *settings, runs=tmp_path, timeout=250)
-    assert list_differences(read_outcome(completed), train_two_shards(cache)) == []
+    outcome = read_outcome(completed)
+    assert len(outcome["norms"]) == STEPS
+    assert list_differences(outcome, train_two_shards(cache)) == []
     assert len(list(completed.folder.list_attempts()[0].attempt_folder.glob("heartbeat-*.json"))) == 4

@@ -20,6 +20,7 @@ from common.data.prepare import prepare_digits
 from common.measure.memory import MemoryMeter
 from common.models.networks import SimpleNN
 from common.training import optimizers
+from common.training.loop import Step
 from configs.amp_accum import Config as AmpConfig
 from configs.shared import Optim
 from experiments import amp_accum
@@ -27,6 +28,14 @@ from tests.harness.parity.amp_cases import MISTAKES
 from tests.harness.parity.method import replace_attributes
 
 CPU = torch.device("cpu")
+
+
+class ClippingStep(Step):
+    """A step outside of a run, whose logged values are discarded."""
+
+    def __init__(self) -> None:
+        self.run: Any = SimpleNamespace(cfg=AmpConfig())
+        self.values = {}
 
 
 def draw_batch(count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +105,7 @@ def test_without_zero_grad_steps_grow_and_one_overflow_ends_the_training() -> No
             if number == overflow:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
-            amp_accum.update_weights(cfg, layer, optimizer, scaler)
+            amp_accum.update_weights(cfg, layer, optimizer, scaler, ClippingStep())
             lengths.append(before - layer.weight.item())
         return tuple(lengths)
 
@@ -128,7 +137,7 @@ def test_clipping_before_unscaling_clips_the_scale() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1)
         scaler = amp_accum.make_scaler(cfg, CPU)
         compute_gradient(cfg, model, [draw_batch(8)], scaler)
-        amp_accum.update_weights(cfg, model, optimizer, scaler)
+        amp_accum.update_weights(cfg, model, optimizer, scaler, ClippingStep())
         return float((flatten_parameters(model) - before).norm())
 
     assert measure_step_length() == pytest.approx(0.01, rel=1e-3)
@@ -153,7 +162,7 @@ def test_bf16_needs_no_scaler_and_loses_steps_with_one() -> None:
         count = 0
         for _ in range(200):
             compute_gradient(cfg, model, [(100 * x, y)], scaler)
-            count += amp_accum.update_weights(cfg, model, optimizer, scaler)
+            count += amp_accum.update_weights(cfg, model, optimizer, scaler, ClippingStep())
         return count
 
     assert count_skipped_steps() == 0

@@ -1,7 +1,7 @@
 """Build an HTML page that compares several runs in charts and in a table.
 
-The page works without a network connection. compare_page.html is the Jinja2 template, and compare_page.css is the style
-sheet. compare_page.js draws the curves, and sorts and filters the table. This module does not import torch.
+The page works without a network connection. page/compare.html is the Jinja2 template, and page/compare.css is the style
+sheet. The scripts in page/ draw the curves, and sort and filter the table. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup
 
+from common.runs.compare.curve_styles import CurveStyle, choose_curve_style
 from common.runs.compare.metric_curves import MAX_POINTS, Curve, Numbers, RunCurves
-from common.runs.compare.setting_labels import MISSING
+from common.runs.compare.metric_names import SPEED, MetricLabel, compute_metric_order, label_metric
+from common.runs.compare.setting_labels import MISSING, format_setting_head
+from common.system.text import format_count
 
-PAGE_FOLDER = Path(__file__).parent
+PAGE_FOLDER = Path(__file__).parent / "page"
+SCRIPTS = ("numbers.js", "curves.js", "drawing.js", "pointer.js", "selection.js", "table.js", "reload.js")
 MARK = '<meta name="generator" content="make compare">'  # only files that contain this tag are overwritten
-DISTINCT_COLOURS = (
-    *("#2a78d6", "#e07b1a", "#2f9e44", "#d6336c", "#7b56c4"),
-    *("#8a6d3b", "#c2a000", "#0f9aa8", "#c92a2a", "#6b7684"),
-)  # for light pages; the style sheet lightens these colors on dark pages
-LINE_DASHES = {"finished": "", "running": "2 3", "pending": "2 3"}
-UNFINISHED_DASHES = "7 4"  # dash pattern for runs that failed or were stopped
-FIRST_TESTS = ("test_accuracy", "test_loss")  # the evaluation metrics that are shown first
-MAX_LABEL_WIDTH = 34  # maximum width of a label in characters
+MIN_SMOOTHED_POINTS = 31  # curves with fewer points are drawn with dots, and are not smoothed
+MAX_STEP_RATIO = 3  # if the numbers of steps differ by a larger factor, the charts show the part of the run
+STEP_AXIS = 0
+PART_OF_RUN_AXIS = 3
+BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
+"""Value at which the bars of each column are full. None means the largest value in the column."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,25 @@ class TableCell:
 
 
 @dataclass(frozen=True)
+class LoggedImage:
+    """An image that a run has logged."""
+
+    name: str
+    step: int
+    address: str
+    """Relative URL of the file."""
+
+
+@dataclass(frozen=True)
 class ComparedRun:
-    """The content that the page shows for one run."""
+    """The content that the page shows for one run, or for several runs that differ only in their seed."""
 
     key: str
     """Unique id of the run."""
     experiment: str
+    short_id: str
     label: str
-    """Short name of the run that is unique within the experiment."""
+    """Short id of the run, and the settings that distinguish the run from other runs of the experiment."""
     state: str
     curves: RunCurves
     columns: dict[str, TableCell]
@@ -66,20 +78,18 @@ class ComparedRun:
     """Why the run is not finished, or an empty string."""
     links: dict[str, str] = field(default_factory=dict)
     """Relative URLs by link text."""
+    images: Sequence[LoggedImage] = ()
+    run_count: int = 1
+    """Number of runs that share the row and the curves."""
 
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run with its number on the page and the color of its curves."""
+    """A run with its number on the page and the style of its curves."""
 
     number: int
     run: ComparedRun
-    colour: str
-
-    @property
-    def dash(self) -> str:
-        """Dash pattern of the run's curves, in the format of the SVG attribute stroke-dasharray."""
-        return LINE_DASHES.get(self.run.state, UNFINISHED_DASHES)
+    style: CurveStyle
 
     @property
     def search_text(self) -> str:
@@ -88,20 +98,6 @@ class DrawnRun:
         settings = [f"{key}={text}" for key, text in run.settings.items()]
         texts = [run.experiment, run.label, run.key, run.state, *settings]
         return " ".join(texts).lower()
-
-
-BAR_MAXIMA = {"accuracy": 1.0, "efficiency": 1.0, "waiting": 1.0, "test loss": None, "samples/s": None, "peak MB": None}
-"""Value at which the bars of each column are full. None means the largest value in the column."""
-
-
-def choose_curve_colors(count: int) -> list[str]:
-    """Return `count` distinct colors.
-
-    If there are more than ten colors, their hues are spaced by the golden angle to keep adjacent colors distinct.
-    """
-    if count <= len(DISTINCT_COLOURS):
-        return list(DISTINCT_COLOURS[:count])
-    return [f"oklch({0.5 + 0.08 * (i % 3):.2f} 0.14 {137.508 * i % 360:.1f})" for i in range(count)]
 
 
 def sort_by_experiment(runs: Sequence[ComparedRun]) -> list[ComparedRun]:
@@ -118,42 +114,90 @@ def round_numbers(numbers: Numbers, format_spec: str = ".5g") -> list[float | No
     return [float(format(number, format_spec)) if math.isfinite(number) else None for number in numbers.tolist()]
 
 
-def encode_curve(run_number: int, curve: Curve) -> dict[str, Any]:
-    """Convert a curve to types that JSON supports.
+class CurveEncoder:
+    """Converts curves to types that JSON supports, and stores the positions that several curves share only once."""
 
-    Minima and maxima are included only if the points of the curve are means of several steps.
-    """
-    steps, samples, seconds = curve.positions.T
-    positions = [round_numbers(steps, ".12g"), round_numbers(samples, ".12g"), round_numbers(seconds, ".6g")]
-    content = {"run": run_number, "positions": positions, "y": round_numbers(curve.value)}
-    if not np.array_equal(curve.low, curve.high, equal_nan=True):
-        content |= {"low": round_numbers(curve.low), "high": round_numbers(curve.high)}
-    return content
+    def __init__(self) -> None:
+        self.positions: list[list[list[float | None]]] = []
+        """Steps, samples and seconds of the points of a curve."""
+        self.indices: dict[bytes, int] = {}
+
+    def encode(self, run_number: int, curve: Curve, factor: float) -> dict[str, Any]:
+        """Encode a curve, whose values are multiplied by `factor`.
+
+        Minima and maxima are included only if the points of the curve are means of several values.
+        """
+        index = self.indices.setdefault(curve.positions.tobytes(), len(self.positions))
+        if index == len(self.positions):
+            steps, samples, seconds = curve.positions.T
+            formats = ((steps, ".12g"), (samples, ".12g"), (seconds, ".6g"))
+            self.positions.append([round_numbers(numbers, format_spec) for numbers, format_spec in formats])
+        content = {"run": run_number, "at": index, "y": round_numbers(factor * curve.value)}
+        if curve.has_range:
+            content |= {"low": round_numbers(factor * curve.low), "high": round_numbers(factor * curve.high)}
+        return content
 
 
-def build_charts(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Return the charts in which at least one curve has several points.
+def build_charts(runs: Sequence[ComparedRun], encoder: CurveEncoder) -> dict[str, list[dict[str, Any]]]:
+    """Return the charts in which at least one curve has several points, by the heading of their group.
 
     Metrics that have only single points are shown only in the table.
     """
-    charts: list[dict[str, Any]] = []
-
-    def add_chart(title: str, curves: Sequence[Curve | None], *, may_smooth: bool, may_log: bool) -> None:
-        encoded = [encode_curve(i, curve) for i, curve in enumerate(curves) if curve is not None and len(curve)]
-        if any(len(curve["y"]) > 1 for curve in encoded):
-            kind = "percent" if "accuracy" in title else "number"
-            chart = {"title": title, "kind": kind, "curves": encoded, "may_smooth": may_smooth, "may_log": may_log}
-            charts.append(chart)
-
+    step_names: dict[str, None] = {}
     test_names: dict[str, None] = {}
     for run in runs:
+        step_names |= dict.fromkeys(run.curves.steps)
         test_names |= dict.fromkeys(run.curves.tests)
-    add_chart("training loss", [run.curves.loss for run in runs], may_smooth=True, may_log=True)
-    for name in sorted(test_names, key=lambda name: FIRST_TESTS.index(name) if name in FIRST_TESTS else 2):
-        curves = [run.curves.tests.get(name) for run in runs]
-        add_chart(name.replace("_", " "), curves, may_smooth=False, may_log="loss" in name)
-    add_chart("samples/s", [run.curves.speed for run in runs], may_smooth=True, may_log=False)
-    return charts
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for names, is_evaluation in ((step_names, False), (test_names, True)):
+        for name in sorted(names, key=compute_metric_order):
+            label = label_metric(name, is_evaluation)
+            curves = [(run.curves.tests if is_evaluation else run.curves.steps).get(name) for run in runs]
+            point_count = max(len(curve) for curve in curves if curve is not None)
+            if point_count > 1:
+                chart = make_chart(label, curves, encoder)
+                is_noisy = not is_evaluation and name != "learning_rate"
+                chart["may_smooth"] = is_noisy and point_count >= MIN_SMOOTHED_POINTS
+                chart["may_log"] = "loss" in name
+                groups.setdefault(label.group, []).append(chart)
+    if SPEED in groups:
+        groups[SPEED] = groups.pop(SPEED)  # the last group
+    return groups
+
+
+def make_chart(label: MetricLabel, curves: Sequence[Curve | None], encoder: CurveEncoder) -> dict[str, Any]:
+    """Return a chart of a metric. The position of a curve in `curves` is the number of its run."""
+    encoded = []
+    for number, curve in enumerate(curves):
+        if curve is not None:
+            encoded.append(encoder.encode(number, curve, label.factor))
+    return {"title": label.title, "unit": label.unit, "curves": encoded}
+
+
+def choose_axis(runs: Sequence[ComparedRun]) -> int:
+    """Return the horizontal axis that the charts show at first.
+
+    The axis is the part of the run if the numbers of steps of finished runs differ by more than MAX_STEP_RATIO.
+    """
+    last_steps = [run.curves.last_step for run in runs if run.state == "finished" and run.curves.last_step]
+    is_relative = bool(last_steps) and max(last_steps) > MAX_STEP_RATIO * min(last_steps)
+    return PART_OF_RUN_AXIS if is_relative else STEP_AXIS
+
+
+def make_title(runs: Sequence[ComparedRun]) -> str:
+    """Return the title of the page."""
+    count = sum(run.run_count for run in runs)
+    groups = f" in {format_count(len(runs), 'group')}" if count > len(runs) else ""
+    return f"{format_count(count, 'run')}{groups} compared"
+
+
+def list_image_names(runs: Sequence[ComparedRun]) -> list[str]:
+    """Return the names of the images of all runs."""
+    names: dict[str, None] = {}
+    for run in runs:
+        names |= dict.fromkeys(image.name for image in run.images)
+    return list(names)
 
 
 def make_setting_cell(run: ComparedRun, key: str) -> TableCell:
@@ -199,44 +243,57 @@ def make_environment() -> jinja2.Environment:
     return environment
 
 
-def render_page(runs: Sequence[ComparedRun], settings: Sequence[str], experiment_settings: Sequence[str]) -> str:
+def render_page(
+    runs: Sequence[ComparedRun],
+    label_settings: Sequence[str],
+    other_settings: Sequence[str],
+    experiment_settings: Sequence[str],
+    reload_seconds: float = 0,
+) -> str:
     """Return the comparison page as HTML.
 
-    `settings` are the settings that differ within an experiment, with the most distinctive setting first.
-    `experiment_settings` are the settings that differ only between experiments.
+    The table shows `label_settings` before the results, and `other_settings` after them. `experiment_settings` are the
+    settings that differ only between experiments. With `reload_seconds`, the page reloads itself in this interval.
     """
     runs = sort_by_experiment(runs)
-    colours = choose_curve_colors(len(runs))
-    drawn_runs = [DrawnRun(number, run, colours[number]) for number, run in enumerate(runs)]
+    drawn_runs = [DrawnRun(number, run, choose_curve_style(number)) for number, run in enumerate(runs)]
     groups: dict[str, list[DrawnRun]] = {}
     for drawn_run in drawn_runs:
         groups.setdefault(drawn_run.run.experiment, []).append(drawn_run)
 
-    curve_styles = []
+    encoder = CurveEncoder()
+    chart_groups = build_charts(runs, encoder)
+    drawn_data = []
     for drawn_run in drawn_runs:
         run = drawn_run.run
         name = f"{run.experiment} {run.label}" if len(groups) > 1 else run.label
-        curve_styles.append({"name": name, "colour": drawn_run.colour, "dash": drawn_run.dash})
+        drawn_data.append({"name": name, "key": run.key, "state": run.state} | vars(drawn_run.style))
+    charts = [chart for group in chart_groups.values() for chart in group]
+    data = {"runs": drawn_data, "charts": charts, "positions": encoder.positions, "reload": reload_seconds}
 
-    script = (PAGE_FOLDER / "compare_page.js").read_text()
+    script = "\n".join((PAGE_FOLDER / name).read_text() for name in SCRIPTS)
     return (
         make_environment()
-        .get_template("compare_page.html")
+        .get_template("compare.html")
         .render(
             mark=MARK,
+            title=make_title(runs),
             script=script,
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            style=(PAGE_FOLDER / "compare_page.css").read_text(),
+            style=(PAGE_FOLDER / "compare.css").read_text(),
             created=time.strftime("%Y-%m-%d %H:%M:%S"),
             max_points=MAX_POINTS,
             drawn_runs=drawn_runs,
             groups=groups,
-            charts=build_charts(runs),
-            curve_styles=curve_styles,
+            axis=choose_axis(runs),
+            chart_groups=chart_groups,
+            data=data,
+            image_names=list_image_names(runs),
             columns=list_columns(runs),
             bar_maxima=compute_bar_maxima(runs),
-            label_width=min(MAX_LABEL_WIDTH, max(len(run.label) for run in runs)),
-            settings=list(settings),
+            label_settings=label_settings,
+            other_settings=other_settings,
+            format_setting_head=format_setting_head,
             experiment_settings=experiment_settings,
             missing_cell=TableCell(MISSING),
             make_setting_cell=make_setting_cell,

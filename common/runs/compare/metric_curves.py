@@ -1,11 +1,11 @@
 """Compute the curves of a run's metrics, with few enough points for a chart. This module does not import torch.
 
-Each point of a training curve is the mean of a group of consecutive steps, with the minimum and maximum of the group.
+Each point of a long curve is the mean of a group of consecutive rows, with the minimum and maximum of the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,66 +32,90 @@ class Curve:
     def __len__(self) -> int:
         return len(self.value)
 
+    @property
+    def has_range(self) -> bool:
+        """Whether the points are means of different values."""
+        return not np.array_equal(self.low, self.high, equal_nan=True)
+
 
 @dataclass(frozen=True)
 class RunCurves:
-    """The loss, speed and evaluation curves of a run."""
+    """The curves of a run by the name of the metric."""
 
-    loss: Curve
-    speed: Curve
-    """Samples per second, excluding evaluations and the time between attempts."""
+    steps: dict[str, Curve] = field(default_factory=dict)
+    """Curves of the values of training steps, such as loss, samples_per_second and step_time."""
     tests: dict[str, Curve] = field(default_factory=dict)
-    """Curves of evaluation metrics by name, such as test_accuracy."""
+    """Curves of the values of evaluations, such as test_accuracy."""
+
+    @property
+    def last_step(self) -> float:
+        """Last step of any curve, or 0 without curves."""
+        curves = [*self.steps.values(), *self.tests.values()]
+        return max((float(curve.positions[-1, 0]) for curve in curves), default=0.0)
+
+
+class MetricTable:
+    """The values of many metrics, which need not be logged at the same steps."""
+
+    def __init__(self) -> None:
+        self.positions: list[tuple[float, ...]] = []
+        self.row_numbers: dict[str, list[int]] = {}
+        self.values: dict[str, list[float]] = {}
+
+    def add_row(self, position: tuple[float, ...], row: Mapping[str, Any]) -> None:
+        """Add the values of a row. Missing values are stored as NaN."""
+        number = len(self.positions)
+        self.positions.append(position)
+        for name, value in row.items():
+            if name not in NO_CURVE:
+                self.row_numbers.setdefault(name, []).append(number)
+                self.values.setdefault(name, []).append(np.nan if value is None else value)
+
+    def compute_curves(self) -> dict[str, Curve]:
+        """Return the curve of each metric, averaged over groups of rows."""
+        positions = np.array(self.positions, dtype=np.float64).reshape(-1, len(AXES))
+        curves = {}
+        for name, values in self.values.items():
+            numbers = np.array(values, dtype=np.float64)
+            curves[name] = average_row_groups(positions[self.row_numbers[name]], numbers, np.ones(len(numbers)))
+        return curves
 
 
 def read_curves(rows: Iterable[dict[str, Any]], last_steps: Collection[int] = ()) -> RunCurves:
     """Compute the curves of a run from its metric rows. Malformed rows are skipped.
 
-    `last_steps` contains the steps from which later attempts of the run resumed.
+    `last_steps` contains the steps from which later attempts of the run resumed. The samples per second and the time
+    per step are computed for runs of older versions, which did not log them.
     """
-    steps: list[tuple[float, ...]] = []  # step, samples, time, loss, whether it follows an evaluation or restart
-    tests: dict[str, list[tuple[float, ...]]] = {}
+    training = MetricTable()
+    evaluations = MetricTable()
+    timed_steps: list[tuple[float, ...]] = []  # step, samples, time, whether it follows an evaluation or restart
     is_interrupted = True
     for row in rows:
-        try:
-            position = (row["global_step"], row["samples"], row["time"])
-            if "loss" in row:
-                loss = np.nan if row["loss"] is None else row["loss"]
-                steps.append((*position, loss, is_interrupted))
-                is_interrupted = row["global_step"] in last_steps
-                continue
-        except (KeyError, TypeError):
+        position = tuple(row.get(axis) for axis in AXES)
+        if not all(isinstance(number, int | float) for number in position):
             continue
-        is_interrupted = True
-        for name, score in row.items():
-            if name not in NO_CURVE and isinstance(score, int | float):
-                tests.setdefault(name, []).append((*position, score))
+        if is_evaluation(row):
+            evaluations.add_row(position, row)  # type: ignore[arg-type]
+            is_interrupted = True
+            continue
+        training.add_row(position, row)  # type: ignore[arg-type]
+        if "loss" in row:  # a row without a loss may belong to a measurement, which trains no model
+            timed_steps.append((*position, is_interrupted))  # type: ignore[arg-type]
+            is_interrupted = row["global_step"] in last_steps
 
-    step_table = drop_non_numeric_rows(steps, columns=5)
-    test_curves = {}
-    for name, points in tests.items():
-        table = drop_non_numeric_rows(points, columns=4)
-        scores = table[:, 3]
-        test_curves[name] = Curve(table[:, :3], scores, scores, scores)
-    return RunCurves(compute_loss_curve(step_table), compute_speed_curve(step_table), test_curves)
-
-
-def drop_non_numeric_rows(rows: list[tuple[float, ...]], columns: int) -> Numbers:
-    """Return an array of shape [rows, columns] without the rows that contain non-numeric elements."""
-    try:
-        return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
-    except (TypeError, ValueError):
-        rows = [row for row in rows if has_only_numbers(row)]
-        return np.array(rows, dtype=np.float64).reshape(len(rows), columns)
+    step_curves = compute_speed_curves(np.array(timed_steps, dtype=np.float64).reshape(-1, 4))
+    step_curves |= training.compute_curves()
+    return RunCurves(step_curves, evaluations.compute_curves())
 
 
-def has_only_numbers(row: tuple[float, ...]) -> bool:
-    """Return whether all elements of a row are numbers."""
-    return all(isinstance(element, int | float) for element in row)
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Return whether a row contains the values of an evaluation."""
+    return "loss" not in row and any(name.startswith("test_") for name in row)
 
 
 def compute_group_bounds(count: int) -> NDArray[np.int64]:
-    """Return the bounds of groups of consecutive steps, as at most MAX_POINTS + 1 indices.
+    """Return the bounds of groups of consecutive rows, as at most MAX_POINTS + 1 indices.
 
     Groups at the start of the run are smaller.
     """
@@ -102,16 +126,13 @@ def compute_group_bounds(count: int) -> NDArray[np.int64]:
     return np.unique(np.concatenate([evenly_spaced, log_spaced]).astype(np.int64))
 
 
-def average_step_groups(positions: Numbers, numerators: Numbers, denominators: Numbers) -> Curve:
-    """Return sum(numerators) / sum(denominators) for each group of rows.
+def average_row_groups(positions: Numbers, numerators: Numbers, denominators: Numbers) -> Curve:
+    """Return sum(numerators) / sum(denominators) for each group of rows. There must be at least one row.
 
     Each point has the position of the last row in its group.
     """
     bounds = compute_group_bounds(len(positions))
     first_rows = bounds[:-1]
-    if not len(first_rows):
-        empty = np.empty(0)
-        return Curve(np.empty((0, 3)), empty, empty, empty)
     last_rows = bounds[1:] - 1
     ratios = numerators / denominators
     means = np.add.reduceat(numerators, first_rows) / np.add.reduceat(denominators, first_rows)
@@ -120,15 +141,51 @@ def average_step_groups(positions: Numbers, numerators: Numbers, denominators: N
     return Curve(positions[last_rows], means, minima, maxima)
 
 
-def compute_loss_curve(table: Numbers) -> Curve:
-    """Return the loss curve, averaged over groups of steps, from a table of shape [steps, 5]."""
-    return average_step_groups(table[:, :3], table[:, 3], np.ones(len(table)))
+def compute_speed_curves(table: Numbers) -> dict[str, Curve]:
+    """Return the curves of samples per second and seconds per step from a table of shape [steps, 4].
 
-
-def compute_speed_curve(table: Numbers) -> Curve:
-    """Return the curve of samples per second. Steps that follow an evaluation or a restart are excluded."""
-    samples = np.diff(table[:, 1])
-    seconds = np.diff(table[:, 2])
-    is_counted = (table[1:, 4] == 0) & (seconds > 0)
+    Steps that follow an evaluation or a restart are excluded.
+    """
+    steps, samples, seconds = np.diff(table[:, :3], axis=0).T
+    is_counted = (table[1:, 3] == 0) & (seconds > 0)
+    if not is_counted.any():
+        return {}
     positions = table[1:, :3][is_counted]
-    return average_step_groups(positions, samples[is_counted], seconds[is_counted])
+    return {
+        "samples_per_second": average_row_groups(positions, samples[is_counted], seconds[is_counted]),
+        "step_time": average_row_groups(positions, seconds[is_counted], steps[is_counted]),
+    }
+
+
+def average_runs(runs: Sequence[RunCurves]) -> RunCurves:
+    """Return the mean, minimum and maximum of several runs for each metric."""
+    steps: dict[str, list[Curve]] = {}
+    tests: dict[str, list[Curve]] = {}
+    for run in runs:
+        for curves, by_name in ((run.steps, steps), (run.tests, tests)):
+            for name, curve in curves.items():
+                by_name.setdefault(name, []).append(curve)
+    return RunCurves(
+        {name: average_curves(curves) for name, curves in steps.items()},
+        {name: average_curves(curves) for name, curves in tests.items()},
+    )
+
+
+def average_curves(curves: Sequence[Curve]) -> Curve:
+    """Return the mean, minimum and maximum of several curves at each step of the longest curve.
+
+    Values between two points are interpolated. After its last step, a shorter curve does not count.
+    """
+    steps = max((curve.positions[:, 0] for curve in curves), key=lambda steps: steps[-1])
+    values = np.ma.masked_invalid([interpolate(steps, curve, curve.value) for curve in curves])
+    axes = [steps]
+    for axis in (1, 2):
+        positions = [interpolate(steps, curve, curve.positions[:, axis]) for curve in curves]
+        axes.append(np.ma.masked_invalid(positions).mean(axis=0).filled(np.nan))
+    mean, low, high = (statistic.filled(np.nan) for statistic in (values.mean(0), values.min(0), values.max(0)))
+    return Curve(np.column_stack(axes), mean, low, high)
+
+
+def interpolate(steps: Numbers, curve: Curve, values: Numbers) -> Numbers:
+    """Return values of a curve at other steps, or NaN outside of the curve."""
+    return np.interp(steps, curve.positions[:, 0], values, left=np.nan, right=np.nan)

@@ -22,6 +22,7 @@ from common.system.text import read_text_or_empty
 
 NOTE_FILE = "passed_on.json"  # one file in each attempt folder, and one in each offline folder of W&B
 AXES = ("global_step", "samples", "time")
+TIMINGS = ("time", "step_time", "samples_per_second")  # differ if a step is repeated
 MIN_ROW_SECONDS = 0.1  # minimum training time between two sent rows with the same metric names
 MAX_DENSE_ROWS = 10_000  # number of rows after which rows are sent less often
 
@@ -65,11 +66,11 @@ def choose_rows(attempt: RunFolder) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def make_row_key(row: dict[str, Any]) -> RowKey:
-    """Return the names and values of a row, without its time, to identify rows that W&B has received.
+    """Return the names and values of a row, without its times, to identify rows that W&B has received.
 
     The values of a step usually change if the step is repeated with other settings.
     """
-    return tuple(sorted((name, number) for name, number in row.items() if name != "time"))
+    return tuple(sorted((name, number) for name, number in row.items() if name not in TIMINGS))
 
 
 # ---- records of the rows that W&B has received

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import changed_settings, config, config_keys
-from common.runs import provenance
+from common.runs import description, provenance
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.text import read_text_or_empty
 from configs.shared import Experiment, TrainingExperiment
@@ -42,7 +42,7 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
 
     meta = provenance.read_metadata(folder)
     meta["git"] = (meta.get("git") or {}).get("sha")
-    facts = {"experiment": name, "world_size": cfg.processes, "meta": meta}
+    facts = {"experiment": name, "run_folder": folder.path.name, "world_size": cfg.processes, "meta": meta}
 
     id_file = folder.path / "wandb" / "id.json"
     run_id = read_json(id_file).get("id") or secrets.token_hex(4)
@@ -60,7 +60,8 @@ def init_wandb_run(folder: RunFolder, mode: str, wandb_folder: Path) -> Any:
         project=cfg.wandb.project,
         entity=cfg.wandb.entity or None,
         group=cfg.wandb.group or None,
-        name=folder.path.name,
+        name=cfg.run.name or folder.path.name,
+        notes=description.read_notes(folder, cfg.run.notes) or None,
         id=run_id,
         resume="allow",
         dir=str(wandb_folder),

@@ -103,3 +103,5 @@ def register_worker(run: Run, worker: ParameterServerRank, optimizer: Optimizer,
     """
     run.add_hook(ServingHook(run, worker))
     run.register_state(ServerWorkerState(worker, optimizer, batches))
+    if run.gradient_norm is not None:  # the optimizers of the servers do not know the gradients of a worker
+        worker.call_before_push(run.gradient_norm.measure_norm)

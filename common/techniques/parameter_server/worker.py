@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import datetime
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,11 @@ class ParameterServerRank:
         """Ranks of the servers to which this rank sends messages; empty while serving is stopped."""
         self.threads: list[threading.Thread] = []
         self.ticket = 0
+        self.before_push: Callable[[], None] | None = None
+
+    def call_before_push(self, function: Callable[[], None]) -> None:
+        """Call a function before each push, when the parameters of the network have their gradients."""
+        self.before_push = function
 
     def start_serving(self, done: int) -> None:
         """Start serving all workers after `done` completed steps.
@@ -156,6 +161,8 @@ class ParameterServerRank:
         sync mode, the servers have only received the pushes of all workers, and `apply_prepared_step` applies these
         pushes.
         """
+        if self.before_push is not None:
+            self.before_push()
         gradient = parameters_to_vector(p.grad for p in self.parameters if p.grad is not None)
         answers = [torch.zeros(2, dtype=torch.int64) for _ in self.parts]
         works = [self._receive(answers[server], server, ANSWER) for server in self.remote_servers]

@@ -19,7 +19,7 @@ from tests.harness.commands.processes import WAIT_TIMEOUT, get_only_run, make_en
 
 VARYING_KEYS = {
     "end", "idle_share", "memory", "pid", "pid_started", "rendezvous_seconds", "samples_per_second", "seconds",
-    "start", "step_seconds", "time",
+    "start", "step_seconds", "step_time", "time",
 }  # fmt: skip
 """Keys of values that also differ between two real processes: times, process IDs and memory."""
 MEASURED_OUTPUT = re.compile(

@@ -51,6 +51,7 @@ COMMANDS_TESTED_ELSEWHERE = {
     "make evaluate 'RUN=<id>'": "tests/experiments/test_trained_model.py",
     "make evaluate 'RUN=<id>' ARGS=data.test_limit=1000": "tests/experiments/test_trained_model.py",
     "make export 'RUN=<id>' FORMAT=torch.export": "tests/complete/test_exported_models.py",
+    "make archive 'RUNS=<id> <id>'": "tests/unit/slurm/reports/test_archive.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "tests/commands/test_sweep.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/commands/test_sweep.py",
     "make compare SWEEP=mnist_pipeline_rates": "tests/commands/test_sweep.py",

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from common.data.loader import Loader
 from common.measure.memory import MemoryMeter
 from common.models import networks
+from common.training.loop import Step
 from common.training.run import Run
 from configs.amp_accum import Config
 from experiments import amp_accum
@@ -110,8 +111,10 @@ class LateUnscaler:
         pass
 
 
-def clip_before_unscaling(update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler) -> Any:
-    return update(cfg, model, optimizer, LateUnscaler(scaler))
+def clip_before_unscaling(
+    update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler, step: Step
+) -> Any:
+    return update(cfg, model, optimizer, LateUnscaler(scaler), step)
 
 
 def leave_forwards_outside(model: nn.Module) -> None:
@@ -214,9 +217,9 @@ class Recorder:
         return meter_class(device)
 
     def update_weights(
-        self, update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler
+        self, update: Any, cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: GradScaler, step: Step
     ) -> bool:
-        skipped: bool = update(cfg, model, optimizer, scaler)
+        skipped: bool = update(cfg, model, optimizer, scaler, step)
         parameters = [p.detach().flatten() for p in model.parameters()]
         self.weights.append(torch.cat(parameters))
         self.scale = scaler.get_scale()

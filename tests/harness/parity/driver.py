@@ -112,6 +112,7 @@ def train_case(method: ParityMethod, case: Case, world: World, runs: Path) -> Ou
     losses = [row["loss"] for row in rows if "loss" in row]
     losses = [math.nan if loss is None else loss for loss in losses]
     outcome = {"losses": losses, "state": state, "scores": run.scores, "rows": rows}
+    outcome["norms"] = [row["gradient_norm"] for row in rows if "gradient_norm" in row]
     outcome["differing_ranks"] = differing_ranks
     return outcome | (further_results or {})
 

@@ -58,7 +58,8 @@ def compute_scores(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str
 def train_reference(
     cfg: Any, model: nn.Module, prepared: PreparedDataset, shard_sizes: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Train a model in float64 in one process with the settings of an experiment. Return losses, state and scores.
+    """Train a model in float64 in one process with the settings of an experiment. Return losses, norms of the
+    gradients before clipping, state and scores.
 
     `shard_sizes` contains the number of samples in each shard of a batch; empty for a single shard. Each shard has
     BatchNorm buffers, which are averaged after each epoch, weighted by samples, as in an evaluation.
@@ -72,6 +73,7 @@ def train_reference(
     model.train()
 
     losses: list[float] = []
+    norms: list[float] = []
     for epoch in itertools.count():
         order = torch.from_numpy(loader.draw_sample_order(len(images), cfg.seed, epoch))
         used_samples = len(images) // batch_multiple * batch_multiple
@@ -91,8 +93,8 @@ def train_reference(
                     loss = loss_sum / len(batch)
                     loss.backward()
                     batch_loss += loss.item()
-            if getattr(cfg, "clip", 0):
-                nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+            max_norm = getattr(cfg, "clip", 0) or math.inf
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             learning_rate = compute_learning_rate(cfg.optim, len(losses), cfg.steps)
             optimizer.param_groups[0]["lr"] = learning_rate
             optimizer.step()
@@ -104,7 +106,7 @@ def train_reference(
     model.load_state_dict(parameters | shard_buffers[0])
     test_images, test_labels = load_images(prepared, "test", cfg.data.test_limit)
     scores = compute_scores(model, test_images, test_labels)
-    return {"losses": losses, "state": model.state_dict(), "scores": scores}
+    return {"losses": losses, "norms": norms, "state": model.state_dict(), "scores": scores}
 
 
 def copy_buffers(model: nn.Module) -> Buffers:
@@ -133,6 +135,8 @@ def average_buffers(shard_buffers: Sequence[Buffers], weights: Sequence[int]) ->
 def list_differences(outcome: dict[str, Any], reference_run: dict[str, Any]) -> list[str]:
     """Return what differs from the reference run by more than the tolerance, is missing, or differs between ranks."""
     differences = list_loss_differences(outcome, reference_run)
+    if outcome.get("norms"):
+        differences += list_gaps("norms", outcome, reference_run)
     state = outcome["state"]
     reference_state = reference_run["state"]
     if state.keys() != reference_state.keys():
@@ -153,14 +157,19 @@ def list_differences(outcome: dict[str, Any], reference_run: dict[str, Any]) -> 
 
 
 def list_loss_differences(outcome: dict[str, Any], reference_run: dict[str, Any]) -> list[str]:
-    losses = outcome["losses"]
-    reference_losses = reference_run["losses"]
+    return list_gaps("losses", outcome, reference_run)
+
+
+def list_gaps(name: str, outcome: dict[str, Any], reference_run: dict[str, Any]) -> list[str]:
+    """Return what differs between the lists `name` of two runs, which contain a number for each step."""
+    values = outcome[name]
+    reference_values = reference_run[name]
     differences = []
-    if len(losses) != len(reference_losses):
-        differences.append("number of losses")
-    pairs = zip(losses, reference_losses, strict=False)
+    if len(values) != len(reference_values):
+        differences.append(f"number of {name}")
+    pairs = zip(values, reference_values, strict=False)
     gaps = torch.tensor([abs(a - b) for a, b in pairs], dtype=torch.float64)
     largest_gap = gaps.max().item() if len(gaps) else math.nan  # NaN if any gap is NaN
     if not largest_gap <= TOLERANCE:
-        differences.append(f"losses by {largest_gap:.2g}")
+        differences.append(f"{name} by {largest_gap:.2g}")
     return differences

@@ -17,6 +17,7 @@ from experiments import mnist_pipeline, resnet_modelparallel
 from tests.harness.parity.method import ParityMethod, change_result
 
 PIPELINE_SETTINGS = (
+    "log.gradient_norm=true",
     "data.name=digits",
     "data.train_limit=76",  # 3 batches of 24 per epoch; 4 samples are dropped
     "data.test_limit=100",
@@ -33,6 +34,7 @@ PIPELINE_SETTINGS = (
 )
 
 RESNET_SETTINGS = (
+    "log.gradient_norm=true",
     "data.name=generated",
     "data.samples=43",  # 5 batches of 8 per epoch, so that training and evaluation alternate
     "data.image_size=16",  # 2x2 in the last layers: with fewer values, BatchNorm is ill-conditioned

@@ -41,6 +41,8 @@ class SyntheticRun:
     """finished; or, after half of the steps: failed, running (in the calling process), or lost (without a result)."""
     settings: dict[str, str] = dataclasses.field(default_factory=dict)
     step_seconds: float = 0.01
+    logged: tuple[str, ...] = ()
+    """Names of further values that each step logs."""
     result: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Entries of result.json. Groups such as `measured` are merged with the default entries."""
 
@@ -62,7 +64,7 @@ class SyntheticRun:
         for number in range(1, self.attempts + 1):
             last_step = round(trained_steps * number / self.attempts)
             attempt = folder.claim_attempt()
-            attempt.record_parent_attempt(number - 1 if number > 1 else None, first_step, kept_rows)
+            attempt.record_parent_attempt(number - 1 if number > 1 else None, first_step, kept_rows, self.steps)
             self.write_attempt(attempt, first_step, last_step, batch, settings.processes)
             first_step = max(0, last_step - 5)  # the next attempt resumes from a checkpoint of five steps before
             kept_rows = sum(row["global_step"] <= first_step for row in attempt.read_attempt_rows())
@@ -85,7 +87,8 @@ class SyntheticRun:
             loss = 2.3 * math.exp(-3 * step / self.steps) + 0.05 + noise
             seconds = self.step_seconds * (step + 30 * (1 - math.cos(step / 300)))  # increases with every step
             head = f'{{"global_step": {step}, "samples": {step * batch}, "time": {seconds:.6f}'
-            lines.append(f'{head}, "loss": {loss:.17g}}}\n')
+            further_values = "".join(f', "{name}": {abs(loss) + number:.6g}' for number, name in enumerate(self.logged))
+            lines.append(f'{head}, "loss": {loss:.17g}{further_values}}}\n')
             if step % max(1, self.steps // 5) == 0:
                 scores = f'"test_loss": {loss:.17g}, "test_accuracy": {1 - loss / 3:.6g}, "test_samples": 10000'
                 lines.append(f"{head}, {scores}}}\n")

@@ -96,6 +96,7 @@ TRAINING_SETTINGS = {
     "batch_size=8": "this experiment trains no model",
     "epoch=3": "this experiment trains no model",
     "size=[4]": "unknown key size; did you mean sizes?",
+    "log.gradient_norm=true": "this experiment trains no model; use log.gradient_norm=auto",
     "checkpoint.best=test_loss": "this experiment trains no model; use checkpoint.best=none",
 }
 

@@ -33,34 +33,76 @@ def make_rows_with_pause() -> list[dict[str, Any]]:
 
 def test_the_curves_of_a_short_run_have_all_points() -> None:
     curves = metric_curves.read_curves(make_rows([3.0, 2.0, 1.0]))
-    for losses in (curves.loss.value, curves.loss.low, curves.loss.high):
+    loss = curves.steps["loss"]
+    for losses in (loss.value, loss.low, loss.high):
         assert losses.tolist() == [3, 2, 1]
-    assert curves.loss.positions.tolist() == [[1, 10, 0.1], [2, 20, 0.2], [3, 30, pytest.approx(0.3)]]
-    assert curves.speed.value == pytest.approx([100, 100])  # no step precedes the first step
+    assert loss.positions.tolist() == [[1, 10, 0.1], [2, 20, 0.2], [3, 30, pytest.approx(0.3)]]
+    assert curves.steps["samples_per_second"].value == pytest.approx([100, 100])  # no step precedes the first step
+    assert curves.steps["step_time"].value == pytest.approx([0.1, 0.1])
+    assert curves.last_step == 3
+
+
+def test_every_logged_value_has_a_curve() -> None:
+    rows = make_rows([1.0] * 4)
+    for row in rows:
+        row |= {"loss/penalty": 0.5, "samples_per_second": 7.0}
+    rows[2]["sparsity"] = 0.3
+    curves = metric_curves.read_curves(rows).steps
+    assert set(curves) == {"loss", "loss/penalty", "samples_per_second", "step_time", "sparsity"}
+    assert curves["samples_per_second"].value.tolist() == [7] * 4, "the logged values replace computed ones"
+    assert curves["sparsity"].positions.tolist() == [[3, 30, pytest.approx(0.3)]]
+
+
+def test_a_measurement_without_loss_has_no_speed() -> None:
+    rows = make_rows([1.0, 2.0])
+    for row in rows:
+        row["bytes"] = row.pop("loss")
+    assert list(metric_curves.read_curves(rows).steps) == ["bytes"]
+
+
+def test_runs_are_averaged_at_each_step() -> None:
+    runs = [metric_curves.read_curves(make_rows(losses)) for losses in ([4.0, 2.0, 1.0], [2.0, 4.0])]
+    mean = metric_curves.average_runs(runs).steps["loss"]
+    assert mean.value.tolist() == [3, 3, 1]
+    assert mean.low.tolist() == [2, 2, 1]
+    assert mean.high.tolist() == [4, 4, 1]
+    assert mean.positions == pytest.approx(runs[0].steps["loss"].positions)
+
+
+def test_curves_with_different_points_are_interpolated() -> None:
+    every_step = metric_curves.read_curves(make_rows([0.0, 1.0, 2.0, None]))
+    rows = make_rows([0.0, 9.0, 4.0, 6.0])
+    del rows[1]
+    mean = metric_curves.average_runs([every_step, metric_curves.read_curves(rows)]).steps["loss"]
+    assert mean.high.tolist() == [0, 2, 4, 6]
+    assert mean.low.tolist() == [0, 1, 2, 6]
 
 
 def test_the_curves_of_a_long_run_are_thinned_and_keep_peaks() -> None:
     losses = np.linspace(2, 1, 10_007)
     losses[5000] = 50
     curves = metric_curves.read_curves(make_rows(list(losses)))
-    for curve in (curves.loss, curves.speed):
+    loss = curves.steps["loss"]
+    for curve in curves.steps.values():
         assert 0.9 * metric_curves.MAX_POINTS < len(curve) <= metric_curves.MAX_POINTS
 
-    steps = curves.loss.positions[:, 0]
+    steps = curves.steps["loss"].positions[:, 0]
     assert steps[-1] == 10_007
     assert steps[:8].tolist() == list(range(1, 9))  # a logarithmic axis shows each of them
     steps_per_point = np.diff(np.concatenate([[0], steps]))
     assert steps_per_point.max() <= 32
-    assert (curves.loss.value * steps_per_point).sum() == pytest.approx(losses.sum())
-    assert max(curves.loss.high) == 50
-    assert min(curves.loss.low) == 1
+    assert (loss.value * steps_per_point).sum() == pytest.approx(losses.sum())
+    assert max(loss.high) == 50
+    assert min(loss.low) == 1
 
 
 def test_evaluations_do_not_reduce_the_speed() -> None:
     rows = make_rows_with_pause()
     rows.insert(3, {"global_step": 3, "samples": 30, "time": 60.3, "test_accuracy": 0.5})
     curves = metric_curves.read_curves(rows)
-    assert curves.speed.value == pytest.approx([100] * 4)  # without the first step and the step after the evaluation
+    assert curves.steps["samples_per_second"].value == pytest.approx(
+        [100] * 4
+    )  # without the first step and the step after the evaluation
     accuracy = curves.tests["test_accuracy"]
     assert accuracy.value.tolist() == [0.5]
     assert accuracy.positions.tolist() == [[3, 30, 60.3]]
@@ -68,26 +110,26 @@ def test_evaluations_do_not_reduce_the_speed() -> None:
 
 def test_the_time_between_two_attempts_does_not_reduce_the_speed() -> None:
     rows = make_rows_with_pause()
-    assert min(metric_curves.read_curves(rows).speed.value) < 1
+    assert min(metric_curves.read_curves(rows).steps["samples_per_second"].value) < 1
     rows.append({"global_step": [6], "samples": 60, "time": 61, "loss": 1.0})
-    speed = metric_curves.read_curves(rows, {3}).speed
+    speed = metric_curves.read_curves(rows, {3}).steps["samples_per_second"]
     assert speed.value == pytest.approx([100] * 4)  # without the first step of each attempt
 
 
 def test_a_missing_loss_is_a_gap() -> None:
     curves = metric_curves.read_curves(make_rows([1.0, None, 1.0]))
-    assert np.isnan(curves.loss.value).tolist() == [False, True, False]
+    assert np.isnan(curves.steps["loss"].value).tolist() == [False, True, False]
 
 
 def test_a_run_without_rows_has_empty_curves() -> None:
     curves = metric_curves.read_curves([])
-    assert len(curves.loss) == 0
-    assert len(curves.speed) == 0
+    assert not curves.steps
     assert not curves.tests
+    assert curves.last_step == 0
 
 
 def test_the_curves_of_a_restarted_run_have_each_step_once(tmp_path: Path) -> None:
     folder = SyntheticRun(steps=100, attempts=4).write(tmp_path)
     curves = metric_curves.read_curves(folder.read_rows())
-    assert curves.loss.positions[:, 0].tolist() == list(range(1, 101))
+    assert curves.steps["loss"].positions[:, 0].tolist() == list(range(1, 101))
     assert curves.tests["test_loss"].positions[:, 0].tolist() == [20, 40, 60, 80, 100]

@@ -35,6 +35,14 @@ def test_as_few_settings_as_possible_distinguish_the_runs() -> None:
     assert setting_labels.choose_distinctive_settings(runs[:1], 3) == []
 
 
+def test_the_settings_that_separate_most_runs_come_first() -> None:
+    rates = ("0.1", "0.2", "0.3", "0.4")
+    runs = [{"strategy": f"{number // 3}", "optim.lr": rate, "seed": f"{number}"} for number, rate in enumerate(rates)]
+    assert setting_labels.choose_distinctive_settings(runs, 3) == ["optim.lr"]
+    repeated = [*runs, runs[0] | {"seed": "9"}]
+    assert setting_labels.choose_distinctive_settings(repeated, 3) == ["optim.lr", "seed"]
+
+
 def test_keys_are_shortened_if_they_stay_unique() -> None:
     runs = [{"optim.lr": "1", "optim.name": "sgd", "steps": "3", "profile.steps": "4"}]
     assert setting_labels.shorten_keys(list(runs[0]), runs) == ["lr", "optim.name", "steps", "profile.steps"]

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from common.runs.tracking.wandb_rows import Journal, JournalMark, RowSelection, TrackingNote, choose_rows, read_note
+from common.runs.tracking.wandb_rows import (
+    Journal,
+    JournalMark,
+    RowSelection,
+    TrackingNote,
+    choose_rows,
+    make_row_key,
+    read_note,
+)
 from tests.harness.runs.synthetic_runs import write_rows
 
 Row = dict[str, float | int | None]
@@ -107,3 +115,17 @@ def test_damaged_lines_count_as_rows(attempt: RunFolder) -> None:
     attempt.metrics_file.write_text('{"damaged\n' + attempt.metrics_file.read_text())
     line_number, *_ = next(choose_rows(attempt))
     assert line_number == 2
+
+
+def test_a_repeated_step_has_the_same_key_although_it_took_longer() -> None:
+    row = {
+        "global_step": 3,
+        "time": 1.0,
+        "loss": 0.5,
+        "learning_rate": 0.1,
+        "step_time": 0.2,
+        "samples_per_second": 80.0,
+    }
+    repeated = row | {"time": 9.0, "step_time": 0.4, "samples_per_second": 40.0}
+    assert make_row_key(repeated) == make_row_key(row)
+    assert make_row_key(row | {"learning_rate": 0.2}) != make_row_key(row)

@@ -16,7 +16,7 @@ from common.runs.folder import RunFolder, write_json
 from common.runs.tracking.wandb_rows import TrackingNote, write_note
 from common.system.errors import UserError
 from common.system.processes import Process
-from slurm.reports import cancel, logs, status
+from slurm.reports import cancel, logs, status, status_table
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process_calls
 from tests.harness.runs.process_records import Popen
@@ -45,7 +45,7 @@ def list_runs(folder: Path, *options: str) -> list[str]:
 def test_the_newest_runs_come_first_and_older_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experiments = ("mnist_pipeline", "ddp_multinode", "mnist_pipeline")
     ids = [SyntheticRun(name, number, steps=1).write(tmp_path).path.name for number, name in enumerate(experiments)]
-    monkeypatch.setattr(status, "MAX_LISTED_RUNS", 2)
+    monkeypatch.setattr(status_table, "MAX_LISTED_RUNS", 2)
     assert list_runs(tmp_path) == [ids[2], ids[1], "not listed: 1 older run; to list all runs: make status ALL=1"]
     assert list_runs(tmp_path, "--all=1") == ids[::-1]
     json_lines = [line for line in list_runs(tmp_path, "--json=1") if "samples_per_second" in line]
@@ -258,7 +258,7 @@ def test_an_incomplete_result_does_not_prevent_the_list(tmp_path: Path, content:
     run_status = status.read_status(folder)
     assert run_status.state == state
     assert run_status.detail == detail
-    assert run_status.format_line()
+    assert status_table.format_status(run_status)
     assert logs.find_exit_status(folder) == 1
 
 

@@ -1,0 +1,28 @@
+"""Columns of a result for tables and the W&B summary. This module does not import torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.runs.result import Result
+
+
+def list_columns(result: Result) -> dict[str, Any]:
+    """Return the numbers and strings of a result for tables and the W&B summary.
+
+    Each element of a list becomes a separate column.
+    """
+    columns: dict[str, Any] = {}
+    lists: dict[str, list[Any]] = {}
+    for name, content in result.flatten_values().items():
+        if isinstance(content, int | float | str):
+            columns[name] = content
+        elif isinstance(content, list):
+            lists[name] = content
+    lists["peak_memory"] = list(result.memory.values())
+    for name, numbers in lists.items():
+        if all(isinstance(number, int | float) for number in numbers):
+            columns |= {f"{name}_{position}": number for position, number in enumerate(numbers)}
+
+    derived = {"waiting": result.compute_waiting_share(), "memory_mb": result.find_peak_mb()}
+    return columns | {name: number for name, number in derived.items() if number is not None}

@@ -1,0 +1,64 @@
+"""Norm of the gradients: clipping, and logging without clipping (log.gradient_norm=true)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from common.checkpoint.train_state import TrainState
+from common.measure.metrics_log import Values
+from common.ranks.rendezvous import World
+from common.training.hooks import StepHook
+
+
+def compute_gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the Euclidean norm over the gradients of all parameters. Missing gradients count as zeros.
+
+    If the parameters are sharded (FSDP2), all ranks must call this function.
+    """
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return full
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`, and return the norm before the scaling."""
+    parameters = list(parameters)
+    norm = compute_gradient_norm(parameters)
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+class GradientNorm(StepHook):
+    """Hook that computes the norm of the gradients immediately before the optimizer uses them."""
+
+    def __init__(self, state: TrainState, stage_ranks: World | None) -> None:
+        """Install the hook in the optimizer.
+
+        `stage_ranks` are the ranks that hold the stages of the model, or None if every rank holds the whole model.
+        """
+        assert state.optimizer is not None
+        self.optimizer = state.optimizer
+        self.has_stages = stage_ranks is not None and stage_ranks.size > 1
+        self.replicas = state.peers.current.size if state.peers else 1
+        """Number of ranks that hold the same stages as this rank."""
+        self.norm: Tensor | None = None
+        """Norm of the newest step, or None if this rank had no gradients in this step."""
+        self.optimizer.register_step_pre_hook(lambda *_: self.measure_norm())
+
+    def measure_norm(self) -> None:
+        """Compute the norm of the current gradients. If the model has stages, all ranks must call this method."""
+        groups = self.optimizer.param_groups
+        self.norm = compute_gradient_norm(parameter for group in groups for parameter in group["params"])
+        if self.has_stages:
+            squares = self.norm.double().square() / self.replicas
+            dist.all_reduce(squares)
+            self.norm = squares.sqrt()
+
+    def collect_values(self) -> Values:
+        norm = self.norm
+        self.norm = None
+        return {"gradient_norm": norm}
