@@ -184,10 +184,10 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
     try:
         return convert_value(key, text)
     except ValueError as error:
-        shown = str(text)[:MAX_SHOWN_LENGTH]
-        if not shown.isprintable():
-            shown = repr(shown)
-        raise UserError(f"{key.name}={shown}: {error}; allowed: {key.allowed}") from None
+        rejected_text = str(text)[:MAX_SHOWN_LENGTH]
+        if not rejected_text.isprintable():
+            rejected_text = repr(rejected_text)
+        raise UserError(f"{key.name}={rejected_text}: {error}; allowed: {key.allowed}") from None
 
 
 def format_value(value: Any) -> str:

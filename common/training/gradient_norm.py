@@ -51,8 +51,10 @@ class GradientNorm(StepHook):
 
     def measure_norm(self) -> None:
         """Compute the norm of the current gradients. If the model has stages, all ranks must call this method."""
-        groups = self.optimizer.param_groups
-        self.norm = compute_gradient_norm(parameter for group in groups for parameter in group["params"])
+        parameters: list[Tensor] = []
+        for group in self.optimizer.param_groups:
+            parameters += group["params"]
+        self.norm = compute_gradient_norm(parameters)
         if self.has_stages:
             squares = self.norm.double().square() / self.replicas
             dist.all_reduce(squares)

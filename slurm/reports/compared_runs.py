@@ -108,7 +108,7 @@ class RunGroup:
     label_settings: list[str] = dataclasses.field(default_factory=list)
     """Keys of up to MAX_LABEL_SETTINGS settings that distinguish the runs from other runs of the same experiment."""
     label: str = ""
-    """Short id of the first run, followed by the settings in `label_settings`, such as `3f2a lr=0.1`."""
+    """Short id of the first run, the name of the runs, and the settings in `label_settings`: `3f2a wide lr=0.1`."""
 
     @property
     def experiment(self) -> str:
@@ -243,8 +243,8 @@ def group_by_experiment(groups: list[RunGroup]) -> dict[str, list[RunGroup]]:
 def label_groups(groups: list[RunGroup]) -> None:
     """Set the label of each group of runs.
 
-    A label consists of the short id of the first run, of the settings that distinguish the group from other groups of
-    the same experiment, and of the number of runs if there are several.
+    A label consists of the short id of the first run, of the name that all runs have in common, of the settings that
+    distinguish the group from other groups of the same experiment, and of the number of runs if there are several.
     """
     for members in group_by_experiment(groups).values():
         settings = list_all_settings(members)
@@ -252,8 +252,9 @@ def label_groups(groups: list[RunGroup]) -> None:
         short_keys = setting_labels.shorten_keys(keys, settings)
         for group in members:
             group.label_settings = keys
-            first = group.runs[0]
-            group.label = f"{first.short_id} {first.status.name}".rstrip()
+            names = {run.status.name for run in group.runs}
+            name = names.pop() if len(names) == 1 else ""
+            group.label = f"{group.runs[0].short_id} {name}".rstrip()
             for key, short_key in zip(keys, short_keys, strict=True):
                 group.label += f" {short_key}={group.format_setting(key)}"
             if len(group.runs) > 1:

@@ -67,6 +67,17 @@ def test_groups_show_different_states_and_settings(tmp_path: Path) -> None:
     assert page.count(">0001: folder</a>") == 1
 
 
+def test_labels_contain_the_name_that_all_runs_of_a_row_share(tmp_path: Path) -> None:
+    names = ("wide", "wide", "first", "second")
+    rates = ("0.1", "0.1", "0.2", "0.2")
+    for number, (name, rate) in enumerate(zip(names, rates, strict=True)):
+        settings = {"seed": str(number), "optim.lr": rate, "run.name": name}
+        SyntheticRun("mnist_pipeline", number, 40, settings=settings).write(tmp_path)
+    in_process_calls.call_verb("compare", f"--runs-folder={tmp_path}", "--group=seed")
+    labels = [run["name"] for run in read_page_data(tmp_path)["runs"]]
+    assert labels == ["0000 wide lr=0.1 (2 seeds)", "0002 lr=0.2 (2 seeds)"]
+
+
 def test_images_of_steps_that_count_are_shown(tmp_path: Path) -> None:
     folder = SyntheticRun("mnist_pipeline", 0, 40, attempts=2).write(tmp_path)  # the second attempt resumes at step 15
     for attempt, steps in zip(folder.list_attempts(), ((10, 18), (18, 30)), strict=True):
