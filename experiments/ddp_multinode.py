@@ -74,8 +74,8 @@ def main(cfg: Config, run: Run) -> None:
             loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.log(loss=loss)
             loss.backward()  # also averages gradients over the ranks; with FSDP, each rank keeps one shard
-            if cfg.clip:
-                nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+            if cfg.regularization.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), cfg.regularization.clip)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             optimizer.step()
     run.report(*report_scaling(cfg, run, model))

@@ -142,6 +142,8 @@ def main(cfg: Config, run: Run) -> None:
         loss.backward()
         if step.number <= cfg.start:
             worker.average_gradients()
+        if cfg.regularization.clip:  # each worker clips its own gradient, or the mean gradient of a synchronous step
+            nn.utils.clip_grad_norm_(network.parameters(), cfg.regularization.clip)
         optimizer.step()
         if step.number == cfg.start:
             worker.set_reference_to_parameters()

@@ -229,12 +229,12 @@ EXPERIMENT_MISTAKES = [
         "experiments/amp_accum.py",
         """\
     scaler.unscale_(optimizer)  # once per step, before clipping
-    if cfg.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    if cfg.regularization.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.regularization.clip)
 """,
         """\
-    if cfg.clip:
-        nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+    if cfg.regularization.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), cfg.regularization.clip)
     scaler.unscale_(optimizer)
 """,
     ),

@@ -14,6 +14,7 @@ from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.parity.reference import TOLERANCE
 
 SETTINGS = ("dtype=float64", "batch=24", "optim.base_batch=24", "optim.warmup=5", "steps=25", "epochs=5", "model=mlp")
+REGULARIZATION = ("clip=1", "dropout=0.1")
 SMALL = ("data.train_limit=120", "data.test_limit=200")
 
 
@@ -36,7 +37,7 @@ def check_equal(trained: FinishedRun, expected: FinishedRun) -> None:
 
 
 def test_a_synchronous_server_equals_ddp_with_any_number_of_servers(digits: tuple[str, ...], tmp_path: Path) -> None:
-    settings = (*digits, *SETTINGS, *SMALL, "processes_per_node=3")
+    settings = (*digits, *SETTINGS, *SMALL, *REGULARIZATION, "processes_per_node=3")
     expected = run_experiment("ddp_multinode", *settings, runs=tmp_path / "ddp")
     for servers in (1, 2, 3):
         trained = run_experiment(
@@ -48,7 +49,7 @@ def test_a_synchronous_server_equals_ddp_with_any_number_of_servers(digits: tupl
 
 
 def test_one_asynchronous_worker_equals_plain_training(digits: tuple[str, ...], tmp_path: Path) -> None:
-    settings = (*digits, *SETTINGS, *SMALL, "processes_per_node=1")
+    settings = (*digits, *SETTINGS, *SMALL, *REGULARIZATION, "processes_per_node=1")
     expected = run_experiment("ddp_multinode", *settings, runs=tmp_path / "plain")
     for mode in ("async", "bounded"):
         trained = run_experiment("param_server", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode)

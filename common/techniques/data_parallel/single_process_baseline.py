@@ -27,6 +27,7 @@ from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.dataparallel import Sharding
 from configs.ddp_multinode import Config
+from configs.regularization import get_dropout
 
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round
@@ -72,7 +73,7 @@ def time_single_rank(run: RunContext, name: str) -> float:
     seconds = 0.0
     if run.world.is_main:
         model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
-        add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # dropout is part of the step time
+        add_dropout(model, get_dropout(run.cfg), run.cfg.seed)  # dropout is part of the step time
         seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
     return float(run.world.broadcast(seconds))
 

@@ -1,14 +1,15 @@
 """Pipeline schedules as data: an ordered list of actions for each rank. This module does not import torch.
 
-An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). torch.distributed.pipelining may split
-a backward into I (gradient of the input) and W (gradient of the weights). A schedule does not contain messages, because
-they can be derived from the actions.
+An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). A schedule may split a backward into I
+(gradient of the input) and W (gradient of the weights), because only I delays other ranks. A schedule does not contain
+messages, because they can be derived from the actions. It also determines which rank holds a stage: the rank that
+executes the stage's actions.
 
     python -m common.techniques.pipeline.schedules gpipe 2 4            print GPipe for 2 ranks and 4 microbatches
     python -m common.techniques.pipeline.schedules mine.py:f 2 4 2      print a custom schedule with 2 stages per rank
 
 GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is called PipeDream-Flush by Narayanan et al. 2021
-(arXiv 2006.09503), section 2.
+(arXiv 2006.09503), section 2. `interleaved_schedules` and `v_schedules` contain the other schedules.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from common.config.custom_function import (
-    convert_errors_of_user_file,
-    load_function,
-)
+from common.config.custom_function import convert_errors_of_user_file, load_function
+from common.config.lookup import import_object
 from common.system.errors import exit_on_user_error
 from common.system.text import format_count
-from configs.pipeline import TORCH_SCHEDULES, PipelineConfig, PipelineExperiment
+from configs.pipeline import PipelineConfig, PipelineExperiment
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -42,6 +41,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{ACTION_NAMES[self.kind]} of microbatch {self.microbatch} on stage {self.stage}"
+
+    @property
+    def awaited(self) -> Action:
+        """The action by which other actions refer to this one: B instead of I, which yields the same gradient."""
+        return self._replace(kind="B") if self.kind == "I" else self
 
 
 Schedule = list[list[Action]]
@@ -118,11 +122,35 @@ def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
+def import_when_called(path: str) -> Maker:
+    """Return a function that imports the function `module:name` of this package when it is called."""
+
+    def make_schedule_of_module(ranks: int, stages: int, microbatches: int) -> Schedule:
+        maker: Maker = import_object(f"common.techniques.pipeline.{path}")
+        return maker(ranks, stages, microbatches)
+
+    return make_schedule_of_module
+
+
 USAGE = (
     "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
-    "where pass is 'F' or 'B'"
+    "where pass is 'F', 'B', 'I' or 'W'"
 )
-SCHEDULES: dict[str, Maker] = {"naive": make_naive_schedule, "gpipe": make_gpipe_schedule, "1f1b": make_1f1b_schedule}
+SCHEDULES: dict[str, Maker] = {
+    "naive": make_naive_schedule,
+    "gpipe": make_gpipe_schedule,
+    "1f1b": make_1f1b_schedule,
+    "interleaved_1f1b": import_when_called("interleaved_schedules:make_interleaved_1f1b_schedule"),
+    "zero_bubble": import_when_called("interleaved_schedules:make_zero_bubble_schedule"),
+    "zbv": import_when_called("v_schedules:make_zbv_schedule"),
+    "dualpipev": import_when_called("v_schedules:make_dualpipev_schedule"),
+}
+
+
+def list_stage_ranks(plan: Schedule) -> list[int]:
+    """Return the rank that holds each stage."""
+    ranks = {action.stage: rank for rank, actions in enumerate(plan) for action in actions}
+    return [ranks[stage] for stage in sorted(ranks)]
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
@@ -182,8 +210,7 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
                     start = max(start, ends[dependency])
                 end = start + DURATIONS[action.kind]
                 local_spans.append(Span(action, start, end))
-                completed = action._replace(kind="B") if action.kind == "I" else action
-                ends[completed] = end
+                ends[action.awaited] = end
                 has_progressed = True
 
     for rank, actions in enumerate(plan):
@@ -194,32 +221,48 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
     return spans
 
 
-def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -> None:
+def check_schedule(plan: Schedule, stage_ranks: Sequence[int], microbatches: int) -> None:
     """Raise ValueError unless a schedule trains every microbatch exactly once and cannot deadlock.
 
-    The error message names the action.
+    `stage_ranks` contains the rank that holds each stage. The error message names the action.
     """
+    ranks = max(stage_ranks) + 1
     if len(plan) != ranks:
         count = format_count(len(plan), "list")
         expected_count = format_count(ranks, "rank")
         raise ValueError(f"a schedule must have one list of actions per rank (got {count} for {expected_count})")
-    expected_plan = make_gpipe_schedule(ranks, stages, microbatches)
     for rank, actions in enumerate(plan):
-        expected = set(expected_plan[rank])
+        local_stages = [stage for stage, stage_rank in enumerate(stage_ranks) if stage_rank == rank]
         done: set[Action] = set()
         for action in actions:
-            if action not in expected:
-                local_stages = list_local_stages(rank, ranks, stages)
+            is_local = action.kind in tuple(ACTION_NAMES) and action.stage in local_stages
+            if not is_local or action.microbatch not in range(microbatches):
                 raise ValueError(
-                    f"invalid action {tuple(action)} on rank {rank}: the kind must be F or B, the stage must be one of "
-                    f"{local_stages}, and the microbatch must be from 0 to {microbatches - 1}"
+                    f"invalid action {tuple(action)} on rank {rank}: the kind must be F, B, I or W, the stage must be "
+                    f"one of {local_stages}, and the microbatch must be from 0 to {microbatches - 1}"
                 )
-            if action in done:
-                raise ValueError(f"rank {rank} executes the {action} twice")
-            done.add(action)
-        if expected - done:
-            raise ValueError(f"rank {rank} never executes the {min(expected - done)}")
-    simulate_schedule(plan, stages)
+            if action.awaited in done:
+                raise ValueError(f"rank {rank} executes the {action.awaited} twice")
+            done.add(action.awaited)
+        check_rank_actions(rank, actions, local_stages, microbatches)
+    simulate_schedule(plan, len(stage_ranks))
+
+
+def check_rank_actions(rank: int, actions: Sequence[Action], local_stages: Sequence[int], microbatches: int) -> None:
+    """Raise ValueError unless a rank executes F and B, or F, I and W, of each microbatch in each of its stages."""
+    done = set(actions)
+    for stage in local_stages:
+        for microbatch in range(microbatches):
+            forward = Action("F", stage, microbatch)
+            backward = Action("B", stage, microbatch)
+            input_gradient = Action("I", stage, microbatch)
+            weight_gradient = Action("W", stage, microbatch)
+            if backward in done and weight_gradient in done:
+                raise ValueError(f"rank {rank} executes the {weight_gradient} twice, because B includes W")
+            required = [forward, input_gradient, weight_gradient] if input_gradient in done else [forward, backward]
+            for action in required:
+                if action not in done:
+                    raise ValueError(f"rank {rank} never executes the {action}")
 
 
 def find_first_start_time(spans: Timeline) -> float:
@@ -246,11 +289,7 @@ def make_schedule(settings: PipelineConfig) -> Schedule:
     """Return the schedule that a config selects. Raises UserError if a custom schedule is invalid."""
     name = settings.schedule
     sizes = (settings.processes, settings.stages, settings.microbatches)
-    if name in SCHEDULES:
-        return SCHEDULES[name](*sizes)
-    if settings.engine == "torch":
-        return [[] for _ in range(settings.processes)]  # torch.distributed.pipelining determines the order
-    return make_custom_schedule(name, sizes)
+    return SCHEDULES[name](*sizes) if name in SCHEDULES else make_custom_schedule(name, sizes)
 
 
 def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
@@ -259,14 +298,13 @@ def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
     `sizes` contains the number of ranks, the number of stages, and the number of microbatches. Raises UserError if the
     schedule is invalid.
     """
-    torch_only = ", ".join(known for known in TORCH_SCHEDULES if known not in SCHEDULES)
-    alternatives = f"{', '.join(SCHEDULES)} (with engine=torch also {torch_only})"
-    maker = load_function("schedule", name, alternatives)
+    ranks, stages, microbatches = sizes
+    maker = load_function("schedule", name, ", ".join(SCHEDULES))
     with convert_errors_of_user_file("schedule", name, maker, USAGE):
         plan = []
         for actions in maker(*sizes):
             plan.append([Action(*action) for action in actions])
-        check_schedule(plan, *sizes)
+        check_schedule(plan, [stage % ranks for stage in range(stages)], microbatches)
     return plan
 
 
