@@ -14,7 +14,7 @@ from configs.pipeline import V_SCHEDULES
 
 def make_library_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     """Return the order of actions of torch.distributed.pipelining, without the stages that its constructor needs."""
-    library_class = MULTI_STAGE_SCHEDULES[name]
+    library_class: Any = MULTI_STAGE_SCHEDULES[name]
     schedule: Any = object.__new__(library_class)
     schedule.pp_group_size = ranks
     schedule.n_local_stages = stages_per_rank

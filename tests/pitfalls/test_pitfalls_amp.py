@@ -21,6 +21,7 @@ from common.measure.memory import MemoryMeter
 from common.models.networks import SimpleNN
 from common.training import optimizers
 from configs.amp_accum import Config as AmpConfig
+from configs.regularization import Regularization
 from configs.shared import Optim
 from experiments import amp_accum
 from tests.harness.parity.amp_cases import MISTAKES
@@ -118,7 +119,7 @@ def flatten_parameters(model: nn.Module) -> torch.Tensor:
 
 
 def test_clipping_before_unscaling_clips_the_scale() -> None:
-    cfg = AmpConfig(precision="fp16", clip=0.01)
+    cfg = AmpConfig(precision="fp16", regularization=Regularization(clip=0.01))
 
     def measure_step_length() -> float:
         """Return the length of a step of SGD with a learning rate of 1."""

@@ -157,8 +157,9 @@ def test_outputs_of_parts_of_a_layer_are_summed_before_the_activation() -> None:
     layer = nn.Linear(12, 8, bias=False)
     x = torch.randn(4, 12)
     parts = list(zip(x.chunk(2, 1), layer.weight.chunk(2, 1), strict=True))  # each device has half of the inputs
-    sum_of_functions = sum(F.linear(inputs, weight).relu() for inputs, weight in parts)
-    function_of_sum = sum(F.linear(inputs, weight) for inputs, weight in parts).relu()
+    products = torch.stack([F.linear(inputs, weight) for inputs, weight in parts])
+    sum_of_functions = products.relu().sum(0)
+    function_of_sum = products.sum(0).relu()
     expected = layer(x).relu()
     assert (sum_of_functions - expected).abs().max() > 0.1
     assert torch.allclose(function_of_sum, expected, atol=1e-6)

@@ -43,7 +43,8 @@ def compute_input_gradient(
     root = get_gradient_edge(output)
     input_node = get_gradient_edge(x).node if x.requires_grad else None
     nodes = find_dependent_nodes(root.node, input_node)
-    parameters = {node: list_parameters(node, nodes | {input_node}) for node in nodes}
+    excluded = nodes if input_node is None else nodes | {input_node}
+    parameters = {node: list_parameters(node, excluded) for node in nodes}
     uses = Counter(parameter for node in nodes for parameter in parameters[node])
     shared = [parameter for parameter, count in uses.items() if count > 1]
 
@@ -117,7 +118,7 @@ def list_edges(root: GradientEdge, nodes: Iterable[Node]) -> list[GradientEdge]:
     return list(outputs.values())
 
 
-def list_parameters(node: Node, excluded: set[Node | None]) -> list[Tensor]:
+def list_parameters(node: Node, excluded: set[Node]) -> list[Tensor]:
     """Return the parameters that receive gradients from a node, but not through excluded nodes."""
     parameters: list[Tensor] = []
     visited: set[Node] = set()

@@ -29,7 +29,6 @@ def build_model(name: str) -> nn.Sequential:
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm2d):  # so that the channels of a pruned convolution are not zero
             nn.init.normal_(layer.bias)
-            nn.init.normal_(layer.running_mean)
     return model.eval()
 
 
