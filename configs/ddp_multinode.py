@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
-from configs.regularization import Regularization
-from configs.shared import InitialWeights
+from configs.shared import InitialWeights, Regularization
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
-from configs.regularization import Regularization
-from configs.shared import InitialWeights
+from configs.shared import InitialWeights, Regularization
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import ClassVar
 from configs.batch_plan import BatchPlan
 from configs.fields import between, flat
 from configs.pipeline import PipelineConfig, PipelineExperiment
-from configs.regularization import Regularization
+from configs.shared import Regularization
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Elastic, Replicated
 from configs.fields import at_least, flat
-from configs.regularization import Regularization
+from configs.shared import Regularization
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ class Stages:
 
     transport: Literal["auto", "network"] = "auto"
     """Transport of the built-in engine. On CPUs, auto uses shared memory between ranks of the same host."""
-    schedule: str = custom_code("gpipe", "schedule", "common.techniques.pipeline.schedules:check_schedule_of_config")
+    schedule: str = custom_code(
+        "gpipe", "schedule", "common.techniques.pipeline.custom_schedules:check_schedule_of_config"
+    )
     """Pipeline schedule: naive, gpipe (arXiv 1811.06965), 1f1b (2006.09503), interleaved_1f1b (2104.04473), zero_bubble
     (ZB-H1, 2401.10241), zbv (2401.10241) or dualpipev (2412.19437). The built-in engine also accepts a custom schedule
     as FILE.py:function."""

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
-from configs.regularization import Regularization
-from configs.shared import InitialWeights, Sweep
+from configs.shared import InitialWeights, Regularization, Sweep
 
 ONE_DEVICE_MESSAGE = (
     "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"

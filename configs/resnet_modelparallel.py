@@ -10,8 +10,7 @@ from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
 from configs.networks import RESNETS
 from configs.pipeline import MicrobatchError, PipelineConfig, PipelineExperiment, Stages
-from configs.regularization import Regularization
-from configs.shared import InitialWeights, Sweep
+from configs.shared import InitialWeights, Regularization, Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 

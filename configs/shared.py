@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 from configs import networks
+from configs.backend_rules import BUILTIN_DEFAULTS, check_backend
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, custom_code, file_path
 
@@ -75,21 +76,8 @@ class Launch:
 
     def check(self) -> None:
         """Raise ValueError for a combination of settings that no backend supports."""
-        if self.backend == "builtin" and self.device == "cuda":
-            raise ValueError(
-                "launch.backend=builtin runs on CPUs only; omit launch.device=cuda, or omit launch.backend to use nccl"
-            )
-        if self.mixed and (self.device != "auto" or self.backend != "auto"):
-            setting = f"launch.device={self.device}" if self.device != "auto" else f"launch.backend={self.backend}"
-            raise ValueError(f"launch.mixed=true determines the devices and uses the gloo backend; omit {setting}")
-        if self.backend == "builtin":
-            return
-        builtin_defaults = {"algorithm": "ring", "transport": "auto", "tls": False}
-        for name, default in builtin_defaults.items():
-            value = getattr(self, name)
-            if value != default:
-                setting = f"launch.{name}={str(value).replace('True', 'true')}"
-                raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")
+        builtin_settings = {name: getattr(self, name) for name in BUILTIN_DEFAULTS}
+        check_backend(self.backend, self.device, mixed=self.mixed, builtin_settings=builtin_settings)
 
 
 @dataclass(frozen=True)
@@ -320,6 +308,18 @@ class Optim:
             raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
         if self.decay not in DECAYS and ":" not in self.decay:
             raise ValueError(f"optim.decay={self.decay} is unknown; use {', '.join(DECAYS)} or FILE.py:function")
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """Settings of every experiment that trains, for clipping gradients and for dropout."""
+
+    clip: float = between(0, 1e6, 0)
+    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
+    for the whole batch."""
+    dropout: float = between(0, 0.95, 0)
+    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
+    position in the epoch, so the division into shards and microbatches does not change the result."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
-from configs.regularization import Regularization
-from configs.shared import Sweep
+from configs.shared import Regularization, Sweep
 
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 

@@ -22,10 +22,9 @@ from common.data.prepare import hash_file
 from common.models import networks
 from common.models.initial_weights import find_initial_weights
 from common.models.networks import Recipe
-from common.models.sample_dropout import add_dropout
+from common.models.sample_dropout import add_dropout, get_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.errors import UserError
-from configs.regularization import get_dropout
 from configs.shared import InitialWeights
 
 FORMAT = 1

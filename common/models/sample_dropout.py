@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from common.system import seeds
+from configs.fields import find_group
+from configs.shared import Regularization
 
 
 class SampleDropout(nn.Module):
@@ -89,6 +91,12 @@ class SampleDropout(nn.Module):
     def extra_repr(self) -> str:
         """Return the rate for the printed representation of the model."""
         return f"rate={self.rate}"
+
+
+def get_dropout(cfg: object) -> float:
+    """Return the dropout probability of a config, or 0 if the config has no such setting."""
+    settings = find_group(cfg, Regularization)
+    return settings.dropout if settings else 0.0
 
 
 def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:

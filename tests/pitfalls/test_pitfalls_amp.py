@@ -21,8 +21,7 @@ from common.measure.memory import MemoryMeter
 from common.models.networks import SimpleNN
 from common.training import optimizers
 from configs.amp_accum import Config as AmpConfig
-from configs.regularization import Regularization
-from configs.shared import Optim
+from configs.shared import Optim, Regularization
 from experiments import amp_accum
 from tests.harness.parity.amp_cases import MISTAKES
 from tests.harness.parity.method import replace_attributes

@@ -18,7 +18,7 @@ from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
-from common.models.sample_dropout import add_dropout
+from common.models.sample_dropout import add_dropout, get_dropout
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
@@ -27,7 +27,6 @@ from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.dataparallel import Sharding
 from configs.ddp_multinode import Config
-from configs.regularization import get_dropout
 
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round

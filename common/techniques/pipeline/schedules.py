@@ -5,25 +5,18 @@ An action is (kind, stage, microbatch). The kind is F (forward) or B (backward).
 messages, because they can be derived from the actions. It also determines which rank holds a stage: the rank that
 executes the stage's actions.
 
-    python -m common.techniques.pipeline.schedules gpipe 2 4            print GPipe for 2 ranks and 4 microbatches
-    python -m common.techniques.pipeline.schedules mine.py:f 2 4 2      print a custom schedule with 2 stages per rank
-
 GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is called PipeDream-Flush by Narayanan et al. 2021
 (arXiv 2006.09503), section 2. `interleaved_schedules` and `v_schedules` contain the other schedules.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.config.lookup import import_object
-from common.system.errors import exit_on_user_error
-from common.system.text import format_count
-from configs.pipeline import PipelineConfig, PipelineExperiment
+from configs.pipeline import PipelineConfig
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -132,10 +125,6 @@ def import_when_called(path: str) -> Maker:
     return make_schedule_of_module
 
 
-USAGE = (
-    "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
-    "where pass is 'F', 'B', 'I' or 'W'"
-)
 SCHEDULES: dict[str, Maker] = {
     "naive": make_naive_schedule,
     "gpipe": make_gpipe_schedule,
@@ -221,50 +210,6 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
     return spans
 
 
-def check_schedule(plan: Schedule, stage_ranks: Sequence[int], microbatches: int) -> None:
-    """Raise ValueError unless a schedule trains every microbatch exactly once and cannot deadlock.
-
-    `stage_ranks` contains the rank that holds each stage. The error message names the action.
-    """
-    ranks = max(stage_ranks) + 1
-    if len(plan) != ranks:
-        count = format_count(len(plan), "list")
-        expected_count = format_count(ranks, "rank")
-        raise ValueError(f"a schedule must have one list of actions per rank (got {count} for {expected_count})")
-    for rank, actions in enumerate(plan):
-        local_stages = [stage for stage, stage_rank in enumerate(stage_ranks) if stage_rank == rank]
-        done: set[Action] = set()
-        for action in actions:
-            is_local = action.kind in tuple(ACTION_NAMES) and action.stage in local_stages
-            if not is_local or action.microbatch not in range(microbatches):
-                raise ValueError(
-                    f"invalid action {tuple(action)} on rank {rank}: the kind must be F, B, I or W, the stage must be "
-                    f"one of {local_stages}, and the microbatch must be from 0 to {microbatches - 1}"
-                )
-            if action.awaited in done:
-                raise ValueError(f"rank {rank} executes the {action.awaited} twice")
-            done.add(action.awaited)
-        check_rank_actions(rank, actions, local_stages, microbatches)
-    simulate_schedule(plan, len(stage_ranks))
-
-
-def check_rank_actions(rank: int, actions: Sequence[Action], local_stages: Sequence[int], microbatches: int) -> None:
-    """Raise ValueError unless a rank executes F and B, or F, I and W, of each microbatch in each of its stages."""
-    done = set(actions)
-    for stage in local_stages:
-        for microbatch in range(microbatches):
-            forward = Action("F", stage, microbatch)
-            backward = Action("B", stage, microbatch)
-            input_gradient = Action("I", stage, microbatch)
-            weight_gradient = Action("W", stage, microbatch)
-            if backward in done and weight_gradient in done:
-                raise ValueError(f"rank {rank} executes the {weight_gradient} twice, because B includes W")
-            required = [forward, input_gradient, weight_gradient] if input_gradient in done else [forward, backward]
-            for action in required:
-                if action not in done:
-                    raise ValueError(f"rank {rank} never executes the {action}")
-
-
 def find_first_start_time(spans: Timeline) -> float:
     """Return the earliest start time over all ranks."""
     return min(span.start for span in chain.from_iterable(spans))
@@ -289,22 +234,10 @@ def make_schedule(settings: PipelineConfig) -> Schedule:
     """Return the schedule that a config selects. Raises UserError if a custom schedule is invalid."""
     name = settings.schedule
     sizes = (settings.processes, settings.stages, settings.microbatches)
-    return SCHEDULES[name](*sizes) if name in SCHEDULES else make_custom_schedule(name, sizes)
-
-
-def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
-    """Return the schedule that the custom function `FILE.py:function` defines.
-
-    `sizes` contains the number of ranks, the number of stages, and the number of microbatches. Raises UserError if the
-    schedule is invalid.
-    """
-    ranks, stages, microbatches = sizes
-    maker = load_function("schedule", name, ", ".join(SCHEDULES))
-    with convert_errors_of_user_file("schedule", name, maker, USAGE):
-        plan = []
-        for actions in maker(*sizes):
-            plan.append([Action(*action) for action in actions])
-        check_schedule(plan, [stage % ranks for stage in range(stages)], microbatches)
+    if name in SCHEDULES:
+        return SCHEDULES[name](*sizes)
+    # few runs have a custom schedule
+    plan: Schedule = import_object("common.techniques.pipeline.custom_schedules:make_custom_schedule")(name, sizes)
     return plan
 
 
@@ -328,34 +261,3 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
             line[first:last] = symbol * (last - first)
         lines.append("".join(line))
     return lines
-
-
-def check_schedule_of_config(settings: PipelineExperiment) -> None:
-    """Raise UserError if the pipeline schedule of a config is invalid."""
-    pipeline = settings.make_pipeline_config()
-    if pipeline.engine == "own":
-        make_schedule(pipeline)
-
-
-def main() -> None:
-    """Print a pipeline schedule as a text diagram with one line per rank."""
-    parser = argparse.ArgumentParser(prog="python -m common.techniques.pipeline.schedules", description=main.__doc__)
-    parser.add_argument("schedule", help=f"schedule to print: {', '.join(SCHEDULES)} or FILE.py:function")
-    for name in ("ranks", "microbatches"):
-        help_text = f"number of {name}, from 1 to 64"
-        parser.add_argument(name, type=int, choices=range(1, 65), metavar=name, help=help_text)
-    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="number of stages per rank")
-    args = parser.parse_args()
-    stages = args.ranks * args.each
-    settings = PipelineConfig(
-        schedule=args.schedule, stages=stages, stages_per_process=args.each, microbatches=args.microbatches
-    )
-    spans = simulate_schedule(make_schedule(settings), stages)
-    for rank, line in enumerate(format_timeline(spans, width=round(compute_makespan(spans)))):
-        print(f"rank {rank} |{line}|")
-    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1 unit of time, and a backward takes 2 units)")
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        main()

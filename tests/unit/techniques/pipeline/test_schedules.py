@@ -11,10 +11,10 @@ import pytest
 
 from common.system.errors import UserError
 from common.techniques.pipeline import schedules
+from common.techniques.pipeline.custom_schedules import check_schedule
 from common.techniques.pipeline.schedules import (
     Action,
     Schedule,
-    check_schedule,
     compute_bubble,
     format_timeline,
     simulate_schedule,
@@ -238,8 +238,19 @@ def test_a_missing_file_is_refused_with_the_names_of_schedules() -> None:
         schedules.make_schedule(PipelineConfig(schedule="nowhere.py:f"))
 
 
-def test_the_module_prints_a_schedule() -> None:
-    command = [sys.executable, "-m", "common.techniques.pipeline.schedules", "gpipe", "2", "4"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "common.techniques.pipeline", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_schedule_that_cannot_be_drawn_is_refused() -> None:
+    process = draw("zbv", "2", "4")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: schedule=zbv needs two stages per rank; set stages_per_process=2")
+
+
+def test_the_package_prints_a_schedule() -> None:
+    process = draw("gpipe", "2", "4")
+    assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[:2] == ["rank 0 |0123...aabbccdd|", "rank 1 |.0123aabbccdd..|"]
     assert "idle share 20.0%" in process.stdout
