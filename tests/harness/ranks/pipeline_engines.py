@@ -6,6 +6,7 @@ python -m tests.harness.ranks.pipeline_engines
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import time
@@ -68,6 +69,8 @@ def list_cases() -> list[PipelineConfig]:
             microbatches=4,
         )
         cases.append(case)
+        if engine == "own" and stages_per_process == 2:
+            cases.append(dataclasses.replace(case, transport="network"))
     return cases
 
 
@@ -75,6 +78,8 @@ def build_engine(case: PipelineConfig, world: World, batch: int = 8) -> Pipeline
     boundaries = BOUNDARIES_OF_FOUR_STAGES[case.engine] if case.stages == 4 else ["l5"]
     stages = partition.split_into_stages(make_model(), boundaries)
     engine = PipelineEngine if case.engine == "own" else TorchPipelineEngine
+    if case.transport == "network":
+        world = dataclasses.replace(world, backend="nccl")  # one process group for each kind and direction of messages
     return engine(case, stages, F.cross_entropy, world, batch=batch, sample=(7, 6), dtype=torch.float64)
 
 

@@ -63,6 +63,7 @@ def test_both_parts_together_are_the_whole_backward(build: Callable[[], nn.Modul
     gradient = torch.randn(4, 3, dtype=torch.float64)
     torch.autograd.backward(model(x), gradient)
     expected = list_gradients(model)
+    expected_input_gradient = x.grad
     model.zero_grad()
 
     input_gradient, remaining = compute_input_gradient(x, model(x), gradient, is_wanted=is_wanted and not is_embedding)
@@ -74,10 +75,12 @@ def test_both_parts_together_are_the_whole_backward(build: Callable[[], nn.Modul
 
     for actual, expected_gradient in zip(list_gradients(model), expected, strict=True):
         assert actual is not None
+        assert expected_gradient is not None
         assert torch.allclose(actual, expected_gradient, rtol=0, atol=1e-14)
     if is_wanted and not is_embedding:
         assert input_gradient is not None
-        assert torch.allclose(input_gradient, x.grad, rtol=0, atol=1e-14)
+        assert expected_input_gradient is not None
+        assert torch.allclose(input_gradient, expected_input_gradient, rtol=0, atol=1e-14)
     else:
         assert input_gradient is None
 
