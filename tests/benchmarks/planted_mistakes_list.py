@@ -88,7 +88,7 @@ COMMON_MISTAKES = [
     ),
     Mistake(
         "one-more-in-flight",  # 1F1B keeps one microbatch's activations too many
-        "common/techniques/pipeline/schedules.py",
+        "common/techniques/pipeline/interleaved_schedules.py",
         "in_flight[stage] >= stages - stage:",
         "in_flight[stage] > stages - stage:",
     ),

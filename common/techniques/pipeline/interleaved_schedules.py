@@ -1,6 +1,6 @@
-"""Schedules that alternate between forwards and backwards after a warm-up: interleaved 1F1B and zero bubble.
+"""Schedules that alternate between forwards and backwards after a warm-up: 1F1B, interleaved 1F1B and zero bubble.
 
-Both schedules are described for several stages per rank, which shorten the bubble. The microbatches are divided into
+In interleaved 1F1B and zero bubble, several stages per rank shorten the bubble. The microbatches are divided into
 rounds. A rank computes all microbatches of a round in one of its stages before it continues with its next stage.
 """
 
@@ -9,14 +9,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from common.techniques.pipeline.schedules import Action, Schedule, list_local_stages
+from common.techniques.pipeline.schedules import Action, Schedule, find_missing_dependency, list_local_stages
+
+
+def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
+    """Return the 1F1B schedule, in which each backward starts as soon as it is ready.
+
+    The schedule is called PipeDream-Flush by Narayanan et al. 2021 (arXiv 2006.09503), section 2. At most `stages - s`
+    microbatches are in flight at stage s. 1F1B takes as long as GPipe but needs less memory. This function builds the
+    schedule by simulating ticks of equal length.
+    """
+    plan: Schedule = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    in_flight = [0] * stages
+
+    def choose_action(rank: int) -> Action | None:
+        """Return an action of a rank that can start now. Backwards have priority."""
+        for kind in "BF":
+            for stage in reversed(list_local_stages(rank, ranks, stages)):
+                if kind == "F" and in_flight[stage] >= stages - stage:
+                    continue
+                for microbatch in range(microbatches):
+                    action = Action(kind, stage, microbatch)
+                    if action not in done and find_missing_dependency(action, stages, done) is None:
+                        return action
+        return None
+
+    while len(done) < 2 * stages * microbatches:
+        tick = [action for rank in range(ranks) if (action := choose_action(rank))]
+        for action in tick:
+            in_flight[action.stage] += 1 if action.kind == "F" else -1
+            plan[action.stage % ranks].append(action)
+        done.update(tick)
+    return plan
 
 
 def make_interleaved_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     """Return interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     With v stages per rank, the idle time at the start and at the end of a step is 1/v of that of 1F1B. The number of
-    microbatches may be any number, as in Llama 3 (arXiv 2407.21783, section 3.3.2).
+    microbatches need not be a multiple of the number of ranks.
     """
     rounds = split_into_rounds(ranks, microbatches)
     plan: Schedule = []

@@ -5,8 +5,8 @@ An action is (kind, stage, microbatch). The kind is F (forward) or B (backward).
 messages, because they can be derived from the actions. It also determines which rank holds a stage: the rank that
 executes the stage's actions.
 
-GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is called PipeDream-Flush by Narayanan et al. 2021
-(arXiv 2006.09503), section 2. `interleaved_schedules` and `v_schedules` contain the other schedules.
+GPipe is described by Huang et al. 2019 (arXiv 1811.06965). `interleaved_schedules` and `v_schedules` contain the other
+schedules.
 """
 
 from __future__ import annotations
@@ -84,37 +84,6 @@ def make_gpipe_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
-def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule, in which each backward starts as soon as it is ready.
-
-    At most `stages - s` microbatches are in flight at stage s. 1F1B takes as long as GPipe but needs less memory. This
-    function builds the schedule by simulating ticks of equal length.
-    """
-    plan: Schedule = [[] for _ in range(ranks)]
-    done: set[Action] = set()
-    in_flight = [0] * stages
-
-    def choose_action(rank: int) -> Action | None:
-        """Return an action of a rank that can start now. Backwards have priority."""
-        for kind in "BF":
-            for stage in reversed(list_local_stages(rank, ranks, stages)):
-                if kind == "F" and in_flight[stage] >= stages - stage:
-                    continue
-                for microbatch in range(microbatches):
-                    action = Action(kind, stage, microbatch)
-                    if action not in done and find_missing_dependency(action, stages, done) is None:
-                        return action
-        return None
-
-    while len(done) < 2 * stages * microbatches:
-        tick = [action for rank in range(ranks) if (action := choose_action(rank))]
-        for action in tick:
-            in_flight[action.stage] += 1 if action.kind == "F" else -1
-            plan[action.stage % ranks].append(action)
-        done.update(tick)
-    return plan
-
-
 def import_when_called(path: str) -> Maker:
     """Return a function that imports the function `module:name` of this package when it is called."""
 
@@ -128,7 +97,7 @@ def import_when_called(path: str) -> Maker:
 SCHEDULES: dict[str, Maker] = {
     "naive": make_naive_schedule,
     "gpipe": make_gpipe_schedule,
-    "1f1b": make_1f1b_schedule,
+    "1f1b": import_when_called("interleaved_schedules:make_1f1b_schedule"),
     "interleaved_1f1b": import_when_called("interleaved_schedules:make_interleaved_1f1b_schedule"),
     "zero_bubble": import_when_called("interleaved_schedules:make_zero_bubble_schedule"),
     "zbv": import_when_called("v_schedules:make_zbv_schedule"),

@@ -52,7 +52,7 @@ def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
     sizes = (ranks, ranks, microbatches)  # one stage per rank
     bubble = (ranks - 1) / (microbatches + ranks - 1)
     assert simulate_bubble(schedules.make_gpipe_schedule(*sizes), ranks) == pytest.approx(bubble)
-    assert simulate_bubble(schedules.make_1f1b_schedule(*sizes), ranks) == pytest.approx(bubble)
+    assert simulate_bubble(schedules.SCHEDULES["1f1b"](*sizes), ranks) == pytest.approx(bubble)
     assert simulate_bubble(schedules.make_naive_schedule(*sizes), ranks) == pytest.approx(1 - 1 / ranks)
 
 
@@ -105,7 +105,7 @@ def count_stored_microbatches(actions: list[Action]) -> int:
 
 @pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 4), (4, 16)])
 def test_1f1b_stores_at_most_one_microbatch_per_following_stage(ranks: int, microbatches: int) -> None:
-    plan = schedules.make_1f1b_schedule(ranks, ranks, microbatches)
+    plan = schedules.SCHEDULES["1f1b"](ranks, ranks, microbatches)
     for rank, actions in enumerate(plan):
         assert count_stored_microbatches(actions) == min(microbatches, ranks - rank)
     for actions in schedules.make_gpipe_schedule(ranks, ranks, microbatches):
