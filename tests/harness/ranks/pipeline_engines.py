@@ -74,8 +74,8 @@ def list_cases() -> list[PipelineConfig]:
     return cases
 
 
-def build_engine(case: PipelineConfig, world: World, batch: int = 8) -> PipelineEngine:
-    boundaries = BOUNDARIES_OF_FOUR_STAGES[case.engine] if case.stages == 4 else ["l5"]
+def build_engine(case: PipelineConfig, world: World, boundary: str = "l5", batch: int = 8) -> PipelineEngine:
+    boundaries = BOUNDARIES_OF_FOUR_STAGES[case.engine] if case.stages == 4 else [boundary]
     stages = partition.split_into_stages(make_model(), boundaries)
     engine = PipelineEngine if case.engine == "own" else TorchPipelineEngine
     if case.transport == "network":
@@ -127,7 +127,8 @@ def compare_late_weight_gradients(world: World, x: Tensor, y: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad *= 2  # the losses of two steps have the sum of the gradients, not the mean
     case = PipelineConfig(schedule="zero_bubble", microbatches=1)
-    pipe = build_engine(case, world, batch=4)
+    # The second stage begins with a linear layer, whose weights need the received activation.
+    pipe = build_engine(case, world, boundary="l8", batch=4)
     pipe.module.train()
     if world.rank == 1:
         compute_weight_gradients = pipe._compute_weight_gradients
