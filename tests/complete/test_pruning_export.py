@@ -67,7 +67,9 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
     check_other_batch_size(completed.folder.path / "model.pt2", model, 3, 16, 16)
 
 
-def test_a_network_without_pruned_channels_is_exported(digits: Settings, tmp_path: Path) -> None:
+def test_a_network_without_pruned_channels_is_exported(
+    digits: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The exported network has fewer channels and the same outputs, after the run and by `make export`."""
     training = ("model=lenet5", "scope=structured", "sparsity=0.5", "steps=20", "every=5", "int8=false", "batch=16")
     completed = run_experiment("sparse_prune", *digits, *training, "processes_per_node=1", runs=tmp_path)
@@ -79,6 +81,7 @@ def test_a_network_without_pruned_channels_is_exported(digits: Settings, tmp_pat
     assert f"without those whose weights are zero: {expected:,} of 431,080 parameters" in completed.stdout
     assert result["export_difference"] < 1e-5
 
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     exported = in_process_calls.call_verb("export", "--format=torch.export", "--", str(completed.folder.path))
     assert f"removed {431_080 - expected:,} parameters of channels whose weights are zero" in exported.stdout
     program = torch.export.load(completed.folder.path / "model.pt2")
