@@ -70,16 +70,17 @@ def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path:
 def test_a_network_without_pruned_channels_is_exported(
     digits: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exported network has fewer channels and the same outputs, after the run and by `make export`."""
+    """`make export` checks that the exported network, which has fewer channels, has the same outputs."""
     training = ("model=lenet5", "scope=structured", "sparsity=0.5", "steps=20", "every=5", "int8=false", "batch=16")
-    completed = run_experiment("sparse_prune", *digits, *training, "processes_per_node=1", runs=tmp_path)
+    completed = run_experiment(
+        "sparse_prune", *digits, *training, "processes_per_node=1", "export=false", runs=tmp_path
+    )
     result = completed.result
     assert result["parameters"] == 431_080
     # half of 20, 50 and 500 channels, with a bias each
     expected = 10 * 26 + 25 * (10 * 25 + 1) + 250 * (25 * 16 + 1) + 10 * 251
     assert result["parameters_of_kept_channels"] == expected
     assert f"without those whose weights are zero: {expected:,} of 431,080 parameters" in completed.stdout
-    assert result["export_difference"] < 1e-5
 
     monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     exported = in_process_calls.call_verb("export", "--format=torch.export", "--", str(completed.folder.path))
