@@ -34,6 +34,7 @@ measured at the end.
 from __future__ import annotations
 
 from common.api import ReportData, Run, build_network, build_optimizer, start
+from common.models.sample_dropout import add_dropout
 from common.system import seeds
 from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
@@ -148,8 +149,8 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
 
 
 def main(cfg: Config, run: Run) -> None:
-    inner_model: nn.Module = build_network(cfg.model, run.sample_shape, run.classes)
-    inner_model.to(run.device, run.dtype)
+    network = build_network(cfg.model, run.sample_shape, run.classes)
+    inner_model: nn.Module = add_dropout(network, cfg.regularization.dropout, cfg.seed).to(run.device, run.dtype)
     masks = Masks(inner_model)
     model = inner_model
     if run.world.size > 1:
@@ -166,6 +167,7 @@ def main(cfg: Config, run: Run) -> None:
         loss = F.cross_entropy(model(step.x), step.y)
         step.log(loss=loss)
         loss.backward()
+        step.clip_gradients(model.parameters(), cfg.regularization.clip)
         optimizer.step()
         if cfg.l1:
             pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)
