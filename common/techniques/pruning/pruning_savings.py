@@ -29,6 +29,7 @@ from common.system.errors import summarize_error
 from common.system.text import format_count
 from common.techniques.pruning import int8
 from common.techniques.pruning.pruning_masks import MASK, Masks, count_nonzero
+from configs.networks import get_network_name
 from configs.sparse_prune import Config
 
 ROUNDS = 9  # number of timing rounds
@@ -271,7 +272,7 @@ def report_savings(
         "masks": digest,
     }
     rows = {
-        "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
+        "pruning": f"{get_network_name(cfg.model)}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.weight_count:,} are nonzero; {masks.sparsity:.2%} are masked",
         "masks": digest[:16] + (f", identical on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from common.data import prepare
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.data.prepare import PreparedDataset
+from common.data.samples import Images
 from common.system.errors import UserError
 from configs.shared import Data
 
@@ -90,7 +91,7 @@ def test_images_and_vectors_are_stored_unchanged_and_normalized(tmp_path: Path, 
     assert train_set.images.is_contiguous()
     assert torch.equal(test_set.images, train_set.images[:9])
     assert train_set.labels.tolist() == [number % 3 for number in range(40)]
-    assert train_set.class_count == 3
+    assert train_set.outputs == 3
 
     inputs = train_set.load_inputs(slice(None), torch.device("cpu"), torch.float64)
     for channel in inputs.unbind(1) if len(shape) == 3 else [inputs]:

@@ -20,7 +20,7 @@ from common.models.model_file import load_initial_weights
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.ddp_multinode import Config
-from configs.shared import InitialWeights
+from configs.networks import InitialWeights
 
 
 class MaliciousObject:
