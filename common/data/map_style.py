@@ -56,7 +56,9 @@ def describe_datasets(datasets: Sequence[Any], function: str, root: Path) -> dic
         problem = f"the train input and target have shape {train_shapes}, but those of the test set {test_shapes}"
         raise ValueError(f"{problem}; the shapes and types must be equal")
     names = None
+    kind = "floats"
     if not y.is_floating_point():
+        kind = "integers" if y.dim() else "labels"
         names = getattr(datasets[0], "classes", None)
         if not isinstance(names, Sequence) or not names:
             raise ValueError("the targets are integers: set `classes` of the train data set to the list of class names")
@@ -68,7 +70,7 @@ def describe_datasets(datasets: Sequence[Any], function: str, root: Path) -> dic
         "shape": list(x.shape),
         "outputs": len(names) if names else y.numel(),
         "class_names": [str(name) for name in names] if names else None,
-        "has_labels": names is not None and y.dim() == 0,
+        "target_kind": kind,
     }
 
 
@@ -122,7 +124,7 @@ class MapSamples(Images):
         self.count = min(count, limit or count)
         self.sample_shape = torch.Size(facts["shape"])
         self.outputs = facts["outputs"]
-        self.has_labels = facts["has_labels"]
+        self.has_labels = facts["target_kind"] == "labels"
         self.read_slice = lru_cache(maxsize=1)(self._read_slice)  # an evaluation loads the inputs and then the targets
 
     def __len__(self) -> int:

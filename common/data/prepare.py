@@ -98,12 +98,14 @@ class PreparedDataset:
         return tuple(self.description["shape"]) if self.description else self.map_array("train_images").shape[1:]
 
     @property
-    def has_labels(self) -> bool:
-        """True if the targets are class labels, one integer per sample."""
+    def target_kind(self) -> str:
+        """Kind of the targets: `labels` (one integer per sample), `integers` (several per sample), or `floats`."""
         if self.description:
-            return bool(self.description["has_labels"])
+            return str(self.description["target_kind"])
         targets = self.map_array("train_labels")
-        return targets.dtype.kind in "iu" and targets.ndim == 1
+        if targets.dtype.kind == "f":
+            return "floats"
+        return "labels" if targets.ndim == 1 else "integers"
 
     @property
     def has_pixels(self) -> bool:

@@ -56,7 +56,7 @@ class Images:
         """
         images = torch.from_numpy(prepared.map_array(f"{part}_images"))
         labels = torch.from_numpy(prepared.map_array(f"{part}_labels"))
-        self.has_labels = prepared.has_labels
+        self.has_labels = prepared.target_kind == "labels"
         if self.has_labels:
             labels = labels.long()
         self.outputs = labels.shape[1:].numel() if labels.is_floating_point() else int(labels.max()) + 1

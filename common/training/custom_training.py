@@ -45,12 +45,14 @@ def run_trial(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
 
 def check_targets(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
     """Raise UserError if settings need class labels, and the data set has none, or vice versa."""
-    if prepared.has_labels:
-        if cfg.loss == "mse" and not cfg.can_draw_targets:
-            raise UserError(
-                f"loss=mse needs float targets, but data.name={cfg.data.name} has class labels; "
-                "use loss=cross_entropy, a custom loss, or a data set with float targets"
-            )
+    kind = prepared.target_kind
+    can_draw_targets = cfg.can_draw_targets and kind == "labels"
+    if cfg.loss == "mse" and kind != "floats" and not can_draw_targets:
+        raise UserError(
+            f"loss=mse needs float targets, but the targets of data.name={cfg.data.name} are integers; "
+            "use loss=cross_entropy, a custom loss, or a data set with float targets"
+        )
+    if kind == "labels":
         return
     problem = f"needs class labels, which data.name={cfg.data.name} does not have"
     if cfg.loss == "cross_entropy":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.config.config_keys import read_values
 from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.data.prepare import PreparedDataset
 from common.data.samples import Images, open_samples
@@ -54,8 +55,10 @@ def check_network(cfg: TrainingExperiment, value: str, network: nn.Module) -> No
     """Raise UserError if the experiment cannot train the network."""
     if cfg.splits_network and not isinstance(network, nn.Sequential):
         problem = "this experiment splits the network into stages, so the class must be a subclass of nn.Sequential"
-        raise UserError(f"model={value}: {problem} whose children are the layers; see the page of the experiment")
-    if getattr(cfg, "dropout", 0) and not isinstance(network, nn.Sequential):
+        raise UserError(
+            f"model={value}: {problem} whose children are the layers; data parallelism accepts any nn.Module"
+        )
+    if read_values(cfg).get("dropout") and not isinstance(network, nn.Sequential):
         problem = "the setting dropout inserts a layer before the last layer of an nn.Sequential"
         raise UserError(f"model={value}: {problem}; omit dropout, and add dropout layers to the network instead")
     if not any(parameter.requires_grad for parameter in network.parameters()):
