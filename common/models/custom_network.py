@@ -31,7 +31,7 @@ def build_custom_network(value: str, shape: Sequence[int], outputs: int) -> nn.M
     with convert_errors_of_user_file("model", value, vars(kind).get("__init__"), USAGE):
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError("the class is not a subclass of torch.nn.Module")
-        network = kind(tuple(shape), outputs)
+        network: nn.Module = kind(tuple(shape), outputs)
         arguments = {"shape": list(shape), "outputs": outputs}
         file = Path(value.rpartition(":")[0]).name
         setattr(network, "recipe", {"class": kind.__name__, "arguments": arguments, "file": file})  # noqa: B010

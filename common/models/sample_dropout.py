@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from common.system import seeds
 from common.system.errors import UserError
+
+N = TypeVar("N", bound=nn.Module)
 
 
 class SampleDropout(nn.Module):
@@ -80,7 +82,7 @@ class SampleDropout(nn.Module):
         return f"rate={self.rate}"
 
 
-def add_dropout(network: Any, rate: float, seed: int) -> Any:
+def add_dropout(network: N, rate: float, seed: int) -> N:
     """Insert a dropout layer before the last layer of a network, and return the network.
 
     The names of all parameters stay the same. If `rate` is 0, the network is returned unchanged. Raises UserError if
