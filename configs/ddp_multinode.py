@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
-from configs.networks import InitialWeights, network_field
+from configs.networks import network_field
+from configs.shared import InitialWeights
 
 
 @dataclass(frozen=True)

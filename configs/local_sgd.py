@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
-from configs.networks import InitialWeights, network_field
+from configs.networks import network_field
+from configs.shared import InitialWeights
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
-"""Settings of networks and losses, and facts that settings are checked against without building a network."""
+"""Fields for networks and losses, and facts that settings are checked against without building a network."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from configs.fields import custom_code, file_path
+from configs.fields import custom_code
 
 FILE_CHECKER = "common.training.custom_training:check_files_of_config"
 """Import path of the function that checks that the files of a custom network and a custom loss exist."""
@@ -15,15 +14,6 @@ TRAINING_CHECKER = "common.training.custom_training:check_training"
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # networks that require images
-
-
-@dataclass(frozen=True)
-class InitialWeights:
-    """Settings for models that can start from trained weights."""
-
-    weights: str = file_path("none")
-    """Initial weights of the model: a file, a checkpoint folder, or the id of a run. The parameter names in a file are
-    those of this project or of torchvision. none initializes the weights randomly."""
 
 
 def network_field(default: str, *names: str) -> Any:

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
-from configs.networks import InitialWeights, network_field
-from configs.shared import Sweep
+from configs.networks import network_field
+from configs.shared import InitialWeights, Sweep
 
 ONE_DEVICE_MESSAGE = (
     "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"

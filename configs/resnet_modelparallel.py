@@ -8,9 +8,9 @@ from typing import ClassVar, Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
-from configs.networks import RESNETS, InitialWeights, network_field
+from configs.networks import RESNETS, network_field
 from configs.pipeline import BUILTIN_SCHEDULES, MicrobatchError, PipelineConfig, PipelineExperiment, Stages
-from configs.shared import Sweep
+from configs.shared import InitialWeights, Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
@@ -60,6 +60,7 @@ class Config(PipelineExperiment):
 
     @property
     def can_draw_targets(self) -> bool:
+        """Whether loss=mse replaces class labels with random target vectors."""
         return self.model == "toy"
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 from configs import networks
-from configs.batch_plan import BatchPlan, list_divisors
+from configs.batch_plan import BatchPlan, check_sample_count, list_divisors
 from configs.fields import at_least, between, custom_code, file_path
 
 BACKEND_SETUPS = {"builtin": "common.backend.setup"}
@@ -322,6 +322,15 @@ class Optim:
 
 
 @dataclass(frozen=True)
+class InitialWeights:
+    """Settings for models that can start from trained weights."""
+
+    weights: str = file_path("none")
+    """Initial weights of the model: a file, a checkpoint folder, or the id of a run. The parameter names in a file are
+    those of this project or of torchvision. none initializes the weights randomly."""
+
+
+@dataclass(frozen=True)
 class Sweep:
     """Settings for experiments that have a sweep grid in configs/sweeps."""
 
@@ -365,11 +374,6 @@ class TrainingExperiment(Experiment):
         return BatchPlan(self.batch, self.processes)
 
     @property
-    def can_draw_targets(self) -> bool:
-        """Whether loss=mse replaces class labels with random target vectors."""
-        return False
-
-    @property
     def estimated_parameters(self) -> float:
         """Approximate number of parameters of a ResNet, or 0 for other models, which are small."""
         return networks.RESNETS.get(getattr(self, "model", ""), 0)
@@ -390,11 +394,4 @@ class TrainingExperiment(Experiment):
         self.optim.check()
         if data.name == "vectors":
             networks.check_shape(getattr(self, "model", ""), data.name, (10,))
-        if 0 < data.train_limit < self.batch:
-            raise ValueError(
-                f"data.train_limit={data.train_limit} is smaller than one batch of {self.batch}; "
-                "lower batch or raise data.train_limit"
-            )
-        samples = data.train_samples
-        if samples is not None and self.batch > samples:
-            raise ValueError(f"batch={self.batch} exceeds the {samples} training samples; lower batch")
+        check_sample_count(self.batch, data.train_limit, data.train_samples)

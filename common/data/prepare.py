@@ -110,7 +110,8 @@ class PreparedDataset:
     @property
     def has_pixels(self) -> bool:
         """True if the inputs are uint8 values, which are normalized. Other inputs are used as they are."""
-        return self.description is None and self.map_array("train_images").dtype == np.uint8
+        is_custom = ":" in self.name
+        return not is_custom or (self.description is None and self.map_array("train_images").dtype == np.uint8)
 
     def copy_user_data_file(self, code: Path) -> None:
         """Copy the user's file of a custom data set into the source folder `code` of a run.

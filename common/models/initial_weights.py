@@ -13,8 +13,7 @@ from common.config.config_keys import replace_values
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from configs.fields import find_group
-from configs.networks import InitialWeights
-from configs.shared import Experiment
+from configs.shared import Experiment, InitialWeights
 
 S = TypeVar("S")
 SHORT_ID_LENGTH = 4  # a short id consists of the last characters of a run id

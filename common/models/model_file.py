@@ -23,7 +23,7 @@ from common.models.networks import Recipe
 from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.errors import UserError
-from configs.networks import InitialWeights
+from configs.shared import InitialWeights
 
 FORMAT = 1
 REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "channels_last", "shares"}

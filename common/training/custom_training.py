@@ -46,7 +46,7 @@ def run_trial(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
 def check_targets(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
     """Raise UserError if settings need class labels, and the data set has none, or vice versa."""
     kind = prepared.target_kind
-    can_draw_targets = cfg.can_draw_targets and kind == "labels"
+    can_draw_targets = kind == "labels" and getattr(cfg, "can_draw_targets", False)
     if cfg.loss == "mse" and kind != "floats" and not can_draw_targets:
         raise UserError(
             f"loss=mse needs float targets, but the targets of data.name={cfg.data.name} are integers; "

@@ -16,8 +16,8 @@ from common.models import model_file
 from common.models.networks import ConvNet
 from common.system.errors import UserError
 from common.training.evaluate import measure_accuracy
-from configs.networks import InitialWeights
 from configs.resnet_dataparallel import Config
+from configs.shared import InitialWeights
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import REPLICATED_ENTRY
 
