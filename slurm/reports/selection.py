@@ -17,6 +17,7 @@ from common.runs.description import is_archived
 from common.runs.folder import RunFolder, read_json
 from common.runs.metrics_rows import parse_json
 from common.runs.result import parse_result
+from common.runs.result_columns import list_columns
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import TrainingExperiment
@@ -253,7 +254,7 @@ def read_results(folder: RunFolder) -> dict[str, str]:
     for row in folder.read_rows():
         newest |= row
     newest |= {"step": newest.get("global_step"), "duration": newest.get("time")}
-    newest |= parse_result(folder.result).list_columns()
+    newest |= list_columns(parse_result(folder.result))
     return {name: str(value) for name, value in newest.items() if value is not None}
 
 
