@@ -87,7 +87,7 @@ def test_epochs_draw_different_random_choices_and_all_samples(train_set: Images)
         inputs = torch.cat([torch.tensor(x) for x, _ in batches])
         assert sorted(inputs.floor().amin((1, 2)).tolist()) == list(range(50))
         numbers.append(inputs.frac().flatten().sort().values)
-    assert not torch.equal(*numbers)
+    assert not torch.allclose(*numbers, atol=1e-4), "each epoch draws new random numbers"
 
 
 def test_workers_shards_and_a_resume_do_not_change_a_sample(train_set: Images) -> None:
