@@ -159,7 +159,8 @@ class MapSamples(Images):
                 inputs.append(x)
                 targets.append(y)
             if not inputs:  # the shard of a rank may be empty
-                return torch.empty(0, *self.sample_shape), read_sample(self.dataset, 0, 0)[1].new_empty(0)
+                target = read_sample(self.dataset, 0, 0)[1]
+                return torch.empty(0, *self.sample_shape), target.new_empty(0, *target.shape)
             return torch.stack(inputs), torch.stack(targets)
 
     def _read_slice(self, start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,8 @@ def test_epochs_draw_different_random_choices_and_all_samples(train_set: Images)
         inputs = torch.cat([torch.tensor(x) for x, _ in batches])
         assert sorted(inputs.floor().amin((1, 2)).tolist()) == list(range(50))
         numbers.append(inputs.frac().flatten().sort().values)
-    assert not torch.allclose(*numbers, atol=1e-4), "each epoch draws new random numbers"
+    first, second = numbers
+    assert not torch.allclose(first, second, atol=1e-4), "each epoch draws new random numbers"
 
 
 def test_workers_shards_and_a_resume_do_not_change_a_sample(train_set: Images) -> None:
@@ -105,6 +106,15 @@ def test_workers_shards_and_a_resume_do_not_change_a_sample(train_set: Images) -
     assert joined == expected
     empty = next(iter(make_loader(train_set, shard=(0, 2), weights=(0, 1))))
     assert [part.shape for part in empty] == [(0, 3, 2), (0,)]
+
+
+def test_the_targets_of_an_empty_shard_have_the_shape_of_a_target(tmp_path: Path) -> None:
+    text = DATA.replace("index % 2", "torch.full((2, 4), 0.5)")
+    train_set = open_samples(prepare_text(tmp_path, text), "train")
+    _, targets = next(iter(make_loader(train_set, shard=(0, 2), weights=(0, 1))))
+    assert targets is not None
+    assert targets.shape == (0, 2, 4)
+    assert targets.dtype == torch.float64
 
 
 def test_a_stage_may_need_only_the_targets(train_set: Images) -> None:
