@@ -49,7 +49,6 @@ from common.techniques.parameter_server.worker import ParameterServerRank
 from configs.param_server import Config
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 DDP_STEPS = 20
@@ -84,9 +83,9 @@ def time_ddp(cfg: Config, run: Run) -> ReportData:
     return ReportData({"with DDP": f"{rate:,.0f} samples/s"}, measured={"ddp_samples_per_second": rate})
 
 
-def build_model(cfg: Config, run: Run) -> nn.Sequential:
+def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
-    network = build_network(cfg.model, run.sample_shape, run.classes)
+    network: nn.Module = build_network(cfg.model, run.sample_shape, run.outputs)
     return add_dropout(network, cfg.regularization.dropout, cfg.seed).to(run.device, run.dtype)
 
 
@@ -120,7 +119,7 @@ def main(cfg: Config, run: Run) -> None:
             for x, y in worker.iterate_batch_shares(step.number, step.x, step.y):
                 worker.pull(step.rate)
                 network.zero_grad()
-                loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
+                loss = run.loss(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
                 loss.backward()
                 if cfg.mode != "sync":  # each push is applied on its own
                     step.clip_gradients(network.parameters(), clip)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from common.system import seeds
+from common.system.errors import UserError
 from configs.fields import find_group
 from configs.shared import Regularization
+
+N = TypeVar("N", bound=nn.Module)
 
 
 class SampleDropout(nn.Module):
@@ -99,12 +103,16 @@ def get_dropout(cfg: object) -> float:
     return settings.dropout if settings else 0.0
 
 
-def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:
+def add_dropout(network: N, rate: float, seed: int) -> N:
     """Insert a dropout layer before the last layer of a network, and return the network.
 
-    The names of all parameters stay the same. If `rate` is 0, the network is returned unchanged.
+    The names of all parameters stay the same. If `rate` is 0, the network is returned unchanged. Raises UserError if
+    the network is not an nn.Sequential.
     """
     if rate:
+        if not isinstance(network, nn.Sequential):
+            problem = f"dropout={rate:g} needs a network that is an nn.Sequential"
+            raise UserError(f"{problem}; omit dropout, and add dropout layers in the custom network")
         # Children of nn.Sequential run in the order in which they were added.
         name, last_layer = list(network.named_children())[-1]
         delattr(network, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from common.checkpoint.train_state import get_model_recipe
-from common.models import model_file, networks
+from common.models import model_file, networks, weights
 from common.models.model_file import load_initial_weights
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
@@ -47,7 +47,7 @@ def test_a_resnet_has_the_names_and_shapes_of_torchvision(name: str) -> None:
         model = networks.ResNet(name, (3, 64, 64), 7)
     shapes = model_file.get_tensor_shapes(model.state_dict())
     assert len(shapes) > 100
-    assert shapes == model_file.get_tensor_shapes(networks.convert_parameter_names(reference.state_dict()))
+    assert shapes == model_file.get_tensor_shapes(weights.convert_parameter_names(reference.state_dict()))
 
 
 def test_the_stem_of_a_resnet_keeps_the_size_of_small_images() -> None:
@@ -155,6 +155,6 @@ def test_resnet50_has_the_stem_of_imagenet_and_its_weights_do_not_fit_resnet18()
     stem_shape = resnet50.get_submodule("conv1").get_parameter("weight").shape
     assert stem_shape == (64, 3, 7, 7)
 
-    weights = resnet18.state_dict() | {"conv1.weight": torch.zeros(stem_shape)}
+    state = resnet18.state_dict() | {"conv1.weight": torch.zeros(stem_shape)}
     with pytest.raises(UserError, match="use model=resnet50, or an experiment whose resnet18 adapts"):
-        networks.load_weights(resnet18, weights, "weights.pt")
+        weights.load_weights(resnet18, state, "weights.pt")

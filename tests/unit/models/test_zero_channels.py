@@ -63,3 +63,43 @@ def test_every_layer_keeps_a_channel() -> None:
     assert smaller.get_parameter("fc2.weight").shape == (1, 300)
     x = torch.randn(3, 28, 28)
     assert torch.allclose(smaller(x), model(x))
+
+
+class Swapped(nn.Sequential):
+    """A network that does not apply its layers in the order in which they were added."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self[1](self[0](input.flatten(1)) + input.flatten(1))
+        return output
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input) + 1
+
+
+SHARED = nn.Linear(12, 12)
+CUSTOM_NETWORKS = {
+    "other order": (Swapped(nn.Linear(144, 144), nn.Linear(144, 5)), 0),
+    "custom layer": (nn.Sequential(nn.Flatten(), Doubled(144, 8), nn.Linear(8, 5)), 0),
+    "layer applied twice": (nn.Sequential(SHARED, nn.ReLU(), SHARED, nn.Flatten(), nn.Linear(144, 5)), 0),
+    "channels in the last axis": (nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Flatten(), nn.Linear(144, 5)), 0),
+    "padded pooling": (
+        nn.Sequential(
+            nn.Unflatten(1, (1, 12)), nn.Conv2d(1, 4, 3), nn.AvgPool2d(4, 2, 1), nn.Flatten(), nn.Linear(100, 5)
+        ),
+        0,
+    ),
+    "dropout": (nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.Dropout(0.5), nn.Linear(8, 5)), 4 * 145 + 4 * 5),
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM_NETWORKS)
+def test_a_custom_network_keeps_channels_that_cannot_be_removed_safely(name: str) -> None:
+    model, removed = CUSTOM_NETWORKS[name]
+    model.eval()
+    prune_half_of_the_channels(model)
+    x = torch.randn(5, 12, 12)
+    smaller = remove_zero_channels(model, torch.zeros(1, 12, 12))
+    assert torch.allclose(smaller(x), model(x), rtol=0, atol=1e-6)
+    assert count_parameters(model) - count_parameters(smaller) == removed
