@@ -32,7 +32,14 @@ def get_network_name(model: str) -> str:
 
 
 def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:
-    """Raise ValueError if a network does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
-    if len(shape) == 1 and model in CONVOLUTIONS:
-        remedy = "use another data set, or a model for vectors (model=toy, if the experiment has it)"
-        raise ValueError(f"data.name={data_name} contains vectors, but the model needs images; {remedy}")
+    """Raise ValueError if a built-in network does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
+    if ":" in model:
+        return
+    if not shape:
+        problem = f"data.name={data_name} contains single numbers, but the model needs vectors"
+        raise ValueError(f"{problem}; return inputs of shape [N, 1], or use a custom network FILE.py:Class")
+    if model in CONVOLUTIONS and len(shape) not in (2, 3):
+        samples = "vectors" if len(shape) == 1 else f"samples of shape {list(shape)}"
+        alternatives = "model=mlp or model=toy if the experiment has it, or a custom network FILE.py:Class"
+        problem = f"data.name={data_name} contains {samples}, but the model needs images"
+        raise ValueError(f"{problem}; use another data set, {alternatives}")

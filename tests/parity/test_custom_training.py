@@ -16,6 +16,8 @@ NAME = REPLICATED_ENTRY.name
 QUIET = ("log.progress=none", "launch.threads=1", "batch=16", "optim.base_batch=16", "optim.warmup=0", "steps=25")
 MLP = """from torch import nn
 
+print("loaded", __file__)
+
 
 class Mlp(nn.Module):
     def __init__(self, shape, outputs):
@@ -47,6 +49,10 @@ def test_a_custom_network_equals_the_built_in_one_bit_for_bit_and_is_read_from_t
     assert custom.losses == builtin.losses
     assert custom.result["test_loss"] == builtin.result["test_loss"]
     assert custom.result["test_accuracy"] == builtin.result["test_accuracy"]
+    (copy,) = (custom.folder.path / "code/own").iterdir()
+    _, _, rank_output = custom.stdout.partition("run folder ")
+    assert f"loaded {copy}\n" in rank_output
+    assert f"loaded {file}\n" not in rank_output, "the copy exists before the ranks start"
 
     file.unlink()
     moved = tmp_path / "moved" / custom.folder.path.name
@@ -57,10 +63,10 @@ def test_a_custom_network_equals_the_built_in_one_bit_for_bit_and_is_read_from_t
     assert "relative difference: 0\n" in evaluation.stdout
     export = execute_verb("export", "--format=torch.export", "--", folder, status=0)
     assert "model.pt2\nchecked: the outputs of the exported model differ" in export.stdout
-    (copy,) = (moved / "code/own").iterdir()
-    copy.unlink()
+    moved_copy = moved / "code/own" / copy.name
+    moved_copy.unlink()
     refusal = in_process_calls.call_verb("evaluate", "--", folder, status=2)
-    assert f"{copy} is missing; restore this file, which defines the network Mlp" in refusal.stderr
+    assert f"{moved_copy} is missing; restore this file, which defines the network Mlp" in refusal.stderr
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from common.models import model_file, networks, weights
 from common.models.model_file import load_initial_weights
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
+from configs.networks import check_shape
 
 
 def save_weights(folder: Path, state: dict[str, Tensor]) -> str:
@@ -127,6 +128,24 @@ def test_fully_connected_networks_accept_vectors(name: str) -> None:
 def test_convolutional_networks_refuse_vectors(name: str) -> None:
     with pytest.raises(UserError, match="needs images, got vectors of 9 numbers"):
         networks.build_network(name, (9,), 4)
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ((), "contains single numbers, but the model needs vectors"),
+        ((9,), "contains vectors, but the model needs images; use another data set, model=mlp"),
+        ((2, 3, 4, 5), r"contains samples of shape \[2, 3, 4, 5\], but the model needs images"),
+    ],
+    ids=str,
+)
+def test_shapes_of_custom_data_that_a_built_in_network_refuses(shape: tuple[int, ...], message: str) -> None:
+    check_shape("own.py:Net", "own.py:load", shape)
+    check_shape("convnet", "own.py:load", (3, 20, 16))
+    if shape:
+        check_shape("mlp", "own.py:load", shape)
+    with pytest.raises(ValueError, match=message):
+        check_shape("convnet", "own.py:load", shape)
 
 
 @pytest.mark.parametrize("name", ["lenet5", "convnet"])
