@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding
 from configs.fields import at_least, between, flat
+from configs.networks import network_field
 from configs.shared import Sweep
 
 
@@ -18,10 +19,10 @@ class Config(Replicated):
     can_mix_devices: ClassVar[bool] = True
     smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0")
 
-    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    model: str = network_field("convnet", "mlp", "convnet", "resnet18", "resnet50")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. The
     ResNets contain BatchNorm, which computes statistics per rank and microbatch, so `accumulate` changes their
-    results."""
+    results. FILE.py:Class is a custom network."""
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = "bf16"
     """Numeric precision of matrix products and convolutions. bf16 and fp16 use autocast with float32 parameters; fp16
     also scales the loss. tf32 stores tensors in float32 but lets NVIDIA GPUs compute products in TF32. On a CPU, tf32

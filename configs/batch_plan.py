@@ -50,6 +50,15 @@ def divide_batch(batch: int, weights: Sequence[int]) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def check_sample_count(batch: int, limit: int, samples: int | None) -> None:
+    """Raise ValueError if a batch exceeds data.train_limit, unless 0, or the number of training samples, if known."""
+    if 0 < limit < batch:
+        problem = f"data.train_limit={limit} is smaller than one batch of {batch}"
+        raise ValueError(f"{problem}; lower batch or raise data.train_limit")
+    if samples is not None and batch > samples:
+        raise ValueError(f"batch={batch} exceeds the {samples} training samples; lower batch")
+
+
 def list_divisors(number: int) -> list[int]:
     """Return all divisors of a number in ascending order."""
     up_to_root = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
+from configs.networks import network_field
 from configs.shared import InitialWeights
 
 
@@ -18,10 +19,10 @@ class Config(Replicated):
     can_mix_devices: ClassVar[bool] = True
     smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0")
 
-    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    model: str = network_field("convnet", "mlp", "convnet", "resnet18", "resnet50")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
     is ResNet-18 with the CIFAR stem. resnet50 has the ImageNet stem for images of 64 pixels or more. All of these
-    networks accept the images of any data set."""
+    networks accept the images of any data set. FILE.py:Class is a custom network."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"

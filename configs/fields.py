@@ -49,16 +49,18 @@ def check_short_text(length: int, text: str) -> None:
         raise ValueError("line breaks and other characters that cannot be printed are not allowed")
 
 
-def custom_code(default: str, kind: str, checker: str, *, rank_0_only: bool = False) -> Any:
+def custom_code(
+    default: str, kind: str, checker: str, *, choices: tuple[str, ...] = (), rank_0_only: bool = False
+) -> Any:
     """Define a dataclass field whose value may be `FILE.py:name`.
 
     `kind` is the kind of code that the file defines, such as `schedule`. `checker` is the import path
     `module:function` of a function that takes the config and raises UserError if a value other than the default is
-    invalid. With `rank_0_only`, only rank 0 reads the file.
+    invalid. `choices` lists the other valid values, and at the end the form of a custom value, such as `FILE.py:Class`;
+    if `choices` is empty, the config checks the value. With `rank_0_only`, only rank 0 reads the file.
     """
-    return field(
-        default=default, metadata={"custom_code": {"kind": kind, "checker": checker, "rank_0_only": rank_0_only}}
-    )
+    code = {"kind": kind, "checker": checker, "rank_0_only": rank_0_only}
+    return field(default=default, metadata={"custom_code": code, "choices": choices})
 
 
 def chosen_from(*keys: str) -> Any:

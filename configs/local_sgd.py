@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
+from configs.networks import network_field
 from configs.shared import InitialWeights
 
 
@@ -17,9 +18,10 @@ class Config(Replicated):
     ranks_have_separate_models: ClassVar[bool] = True
     smallest_settings: ClassVar[tuple[str, ...]] = ("every=2", "batch=16", "optim.base_batch=16", "optim.warmup=0")
 
-    model: Literal["mlp", "convnet", "resnet18"] = "convnet"
+    model: str = network_field("convnet", "mlp", "convnet", "resnet18")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18
-    has the CIFAR stem; each worker has its own BatchNorm statistics, which are averaged for evaluation."""
+    has the CIFAR stem; each worker has its own BatchNorm statistics, which are averaged for evaluation.
+    FILE.py:Class is a custom network."""
     every: int = at_least(1, 8)
     """Number of optimizer steps that each worker takes between two exchanges. The workers also exchange after the last
     step of a run."""

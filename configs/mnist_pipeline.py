@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from configs.batch_plan import BatchPlan
 from configs.fields import between, flat
+from configs.networks import network_field
 from configs.pipeline import PipelineConfig, PipelineExperiment
 
 
@@ -17,6 +18,9 @@ class Config(PipelineExperiment):
 
     smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "microbatches=2")
 
+    model: str = network_field("mlp", "mlp")
+    """Network to train. mlp has `depth` hidden layers of `width` units. FILE.py:Class is a custom network, a subclass
+    of nn.Sequential whose children are the layers; `width` and `depth` then have no effect."""
     width: int = between(2, 65_536, 128)
     """Number of units per hidden layer. If `depth` is greater than 1, the last hidden layer has half as many units."""
     depth: int = between(1, 256, 2)
@@ -36,12 +40,20 @@ class Config(PipelineExperiment):
 
     @property
     def estimated_parameters(self) -> float:
+        if self.model != "mlp":
+            return 0
         last_hidden = self.width // 2 if self.depth > 1 else self.width
         sizes = [28 * 28, *[self.width] * (self.depth - 1), last_hidden, 10]
         return sum((inputs + 1) * outputs for inputs, outputs in pairwise(sizes))  # weights and biases
 
     def check(self) -> None:
         self.pipeline.check(self.batch)
+        if self.model == "mlp":
+            self.check_layers()
+        super().check()
+
+    def check_layers(self) -> None:
+        """Raise ValueError if mlp cannot be split as set."""
         stages = self.pipeline.stages
         split = self.pipeline.split
         layers = self.depth + 1
@@ -55,4 +67,3 @@ class Config(PipelineExperiment):
                 f"split=[{','.join(split)}] must list layers of the model; "
                 f"use {', '.join(names)}, each at most once and in this order"
             )
-        super().check()

@@ -1,15 +1,45 @@
-"""Facts about networks that settings are checked against, without building a network."""
+"""Fields for networks and losses, and facts that settings are checked against without building a network."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+from configs.fields import custom_code
+
+FILE_CHECKER = "common.training.custom_training:check_files_of_config"
+"""Import path of the function that checks that the files of a custom network and a custom loss exist."""
+TRAINING_CHECKER = "common.training.custom_training:check_training"
+"""Import path of the function that checks a custom network and a custom loss on samples of the data set."""
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # networks that require images
 
 
+def network_field(default: str, *names: str) -> Any:
+    """Define a dataclass field for a network: one of the built-in networks `names`, or a custom network."""
+    return custom_code(default, "model", FILE_CHECKER, choices=(*names, "FILE.py:Class"))
+
+
+def loss_field() -> Any:
+    """Define a dataclass field for a loss: a built-in loss or a custom loss."""
+    return custom_code("cross_entropy", "loss", FILE_CHECKER, choices=("cross_entropy", "mse", "FILE.py:function"))
+
+
+def get_network_name(model: str) -> str:
+    """Return the name of a network for reports: the setting `model`, or the class of a custom network."""
+    return model.rpartition(":")[2]
+
+
 def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:
-    """Raise ValueError if a network does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
-    if len(shape) == 1 and model in CONVOLUTIONS:
-        remedy = "use another data set, or a model for vectors (model=toy, if the experiment has it)"
-        raise ValueError(f"data.name={data_name} contains vectors, but the model needs images; {remedy}")
+    """Raise ValueError if a built-in network does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
+    if ":" in model:
+        return
+    if not shape:
+        problem = f"data.name={data_name} contains single numbers, but the model needs vectors"
+        raise ValueError(f"{problem}; return inputs of shape [N, 1], or use a custom network FILE.py:Class")
+    if model in CONVOLUTIONS and len(shape) not in (2, 3):
+        samples = "vectors" if len(shape) == 1 else f"samples of shape {list(shape)}"
+        alternatives = "model=mlp or model=toy if the experiment has it, or a custom network FILE.py:Class"
+        problem = f"data.name={data_name} contains {samples}, but the model needs images"
+        raise ValueError(f"{problem}; use another data set, {alternatives}")

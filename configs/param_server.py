@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Elastic, Replicated
 from configs.fields import at_least
+from configs.networks import network_field
 
 
 @dataclass(frozen=True)
@@ -15,9 +16,10 @@ class Config(Replicated):
 
     smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0", "plot=false")
 
-    model: Literal["mlp", "convnet", "resnet18"] = "convnet"
+    model: str = network_field("convnet", "mlp", "convnet", "resnet18")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions. resnet18
-    has the CIFAR stem; its BatchNorm layers compute statistics over one worker's share of the batch."""
+    has the CIFAR stem; its BatchNorm layers compute statistics over one worker's share of the batch. FILE.py:Class is a
+    custom network."""
     mode: Literal["sync", "async", "bounded"] = "sync"
     """How servers apply the gradients that workers push. sync applies the pushes of all workers together, and all
     workers wait for this update. async applies each push on arrival, and a worker that has finished takes the next

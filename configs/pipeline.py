@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from configs.batch_plan import format_nearest_multiples, list_divisors
 from configs.fields import between, chosen_from, custom_code
@@ -118,6 +118,8 @@ class PipelineConfig(Stages):
 @dataclass(frozen=True)
 class PipelineExperiment(TrainingExperiment):
     """Settings for experiments that partition a model into stages."""
+
+    splits_network: ClassVar[bool] = True
 
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline engine."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
+from configs.networks import network_field
 from configs.shared import InitialWeights, Sweep
 
 ONE_DEVICE_MESSAGE = (
@@ -26,10 +27,10 @@ class Config(Replicated):
         "compare=false",
     )
 
-    model: Literal["mlp", "convnet", "resnet18", "resnet50"] = "convnet"
+    model: str = network_field("convnet", "mlp", "convnet", "resnet18", "resnet50")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
     is ResNet-18 with the CIFAR stem. resnet50 has the ImageNet stem for images of 64 pixels or more. All of these
-    networks accept the images of any data set."""
+    networks accept the images of any data set. FILE.py:Class is a custom network."""
     strategy: Literal["single", "data_parallel", "ddp"] = "ddp"
     """single uses one process on one device. data_parallel is nn.DataParallel: one process copies the model to all of
     its GPUs in every step. ddp is DistributedDataParallel, with one process per device."""

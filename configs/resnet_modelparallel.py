@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
-from configs.networks import RESNETS
+from configs.networks import RESNETS, network_field
 from configs.pipeline import BUILTIN_SCHEDULES, MicrobatchError, PipelineConfig, PipelineExperiment, Stages
 from configs.shared import InitialWeights, Sweep
 
@@ -21,17 +21,17 @@ class Config(PipelineExperiment):
 
     smallest_settings: ClassVar[tuple[str, ...]] = ("width=8", "batch=16", "split_size=8", "plot=false")
 
-    model: Literal["toy", "resnet18", "resnet50", "resnet101"] = "resnet18"
+    model: str = network_field("resnet18", "toy", "resnet18", "resnet50", "resnet101")
     """Network to train. toy has two linear layers (10-10-5 with data.name=vectors). The ResNets accept the images of
-    any data set and have the ImageNet stem for images of 64 pixels or more."""
+    any data set and have the ImageNet stem for images of 64 pixels or more. FILE.py:Class is a custom network, a
+    subclass of nn.Sequential whose children are the layers. If the targets are class labels, loss=mse is available for
+    toy only: the targets are then random vectors, one per class, and an evaluation reports cross-entropy and
+    accuracy."""
     width: int = between(1, 4096, 64)
     """Number of channels in the first group of blocks of a ResNet. The later groups have 2, 4 and 8 times as many
     channels."""
     channels_last: bool = False
     """Store a ResNet in the channels_last memory format, which speeds up large networks."""
-    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
-    """Training loss. mse is available for model=toy only: it is the mean squared difference from random targets, one
-    target vector per class. Evaluation always reports cross-entropy and accuracy."""
     mode: Literal["single", "naive", "pipelined"] = "pipelined"
     """Execution of the stages. single trains the unsplit model; naive runs one stage at a time; pipelined runs all
     stages in parallel according to `schedule`."""
@@ -57,6 +57,11 @@ class Config(PipelineExperiment):
     pipeline: Stages = flat(Stages)
     initial: InitialWeights = flat(InitialWeights)
     grid: Sweep = flat(Sweep)
+
+    @property
+    def can_draw_targets(self) -> bool:
+        """Whether loss=mse replaces class labels with random target vectors."""
+        return self.model == "toy"
 
     @property
     def in_one_process(self) -> bool:
@@ -136,7 +141,7 @@ class Config(PipelineExperiment):
                 f"batch={shard} cannot be divided evenly into microbatches of split_size={self.microbatch} samples; "
                 f"valid sizes are {format_divisors(shard)}"
             )
-        if self.loss == "mse" and self.model != "toy":
+        if self.loss == "mse" and not self.can_draw_targets and ":" not in self.data.name:
             raise ValueError(f"loss=mse is not available for model={self.model}; use model=toy or loss=cross_entropy")
         if self.channels_last and self.width < 16 and self.model in RESNETS:  # avoids a bug in oneDNN
             raise ValueError(

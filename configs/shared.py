@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 from configs import networks
-from configs.batch_plan import BatchPlan, list_divisors
+from configs.batch_plan import BatchPlan, check_sample_count, list_divisors
 from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
 
@@ -221,9 +221,8 @@ class Data:
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
     only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
-    returns train images, train labels, test images and test labels as NumPy arrays. Images are uint8 [N, H, W] or [N,
-    3, H, W], vectors are uint8 [N, D], and labels start at 0. After a fallback, resolved.yaml contains the name of the
-    data set that was used."""
+    returns four NumPy arrays (train inputs, train targets, test inputs, test targets) or two map-style data sets. After
+    a fallback, resolved.yaml contains the name of the data set that was used."""
     root: str = file_path("data")
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
@@ -350,6 +349,12 @@ class TrainingExperiment(Experiment):
     ranks_have_separate_models: ClassVar[bool] = False
     """Whether a checkpoint contains a model per rank, so that only the same number of ranks can resume from it."""
 
+    splits_network: ClassVar[bool] = False
+    """Whether the network is split into stages, so that a custom network must be an nn.Sequential."""
+
+    loss: str = networks.loss_field()
+    """Loss for training and evaluation. cross_entropy needs class labels; mse, the mean squared error, needs float
+    targets. FILE.py:function is a custom loss: function(outputs, targets) returns a tensor [N], one loss per sample."""
     epochs: int = at_least(1, 1)
     """Number of passes over the training set. `steps` can end the run earlier."""
     batch: int = at_least(1, 64)
@@ -388,11 +393,4 @@ class TrainingExperiment(Experiment):
         self.optim.check()
         if data.name == "vectors":
             networks.check_shape(getattr(self, "model", ""), data.name, (10,))
-        if 0 < data.train_limit < self.batch:
-            raise ValueError(
-                f"data.train_limit={data.train_limit} is smaller than one batch of {self.batch}; "
-                "lower batch or raise data.train_limit"
-            )
-        samples = data.train_samples
-        if samples is not None and self.batch > samples:
-            raise ValueError(f"batch={self.batch} exceeds the {samples} training samples; lower batch")
+        check_sample_count(self.batch, data.train_limit, data.train_samples)

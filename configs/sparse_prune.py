@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
+from configs.networks import network_field
 from configs.shared import Sweep
 
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
@@ -26,10 +27,10 @@ class Config(Replicated):
         "int8=false",
     )
 
-    model: Literal["lenet300", "lenet5", "mlp", "convnet", "resnet18"] = "lenet300"
+    model: str = network_field("lenet300", "lenet300", "lenet5", "mlp", "convnet", "resnet18")
     """Network to train and prune. lenet300 is LeNet-300-100; mlp is the 784-128-64-10 network (on MNIST). lenet5 has
     two 5x5 convolutions and a layer of 500 units; convnet has two 3x3 convolutions and a layer of 100 units. resnet18
-    has the CIFAR stem."""
+    has the CIFAR stem. FILE.py:Class is a custom network, whose linear layers and convolutions are pruned."""
     criterion: Literal["magnitude", "gradient", "taylor", "random"] = "magnitude"
     """Score of a weight w with gradient g. magnitude is |w| (arXiv 1506.02626), gradient is |g|, taylor is |w g| (arXiv
     1906.10771), and random is a random number. The gradients are computed for `score_batches` batches."""

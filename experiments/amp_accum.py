@@ -48,7 +48,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -63,9 +62,9 @@ MIN_LOSS_SCALE = 2.0**-14
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
     if cfg.model in ("resnet18", "resnet50"):
-        model: nn.Sequential = ResNet(cfg.model, run.sample_shape, run.classes)
+        model: nn.Module = ResNet(cfg.model, run.sample_shape, run.outputs)
     else:
-        model = build_network(cfg.model, run.sample_shape, run.classes)
+        model = build_network(cfg.model, run.sample_shape, run.outputs)
     add_dropout(model, cfg.dropout, cfg.seed)  # dropout masks depend on samples, not on microbatches
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
@@ -112,7 +111,9 @@ def compute_outputs(cfg: Config, model: Callable[[Tensor], Tensor], x: Tensor) -
     return outputs
 
 
-def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step: Step, footprint: MemoryMeter) -> int:
+def accumulate_gradients(
+    cfg: Config, run: Run, model: nn.Module, scaler: GradScaler, step: Step, footprint: MemoryMeter
+) -> int:
     """Accumulate the gradients of a step's microbatches, and log the mean loss of the step.
 
     Returns the number of times that DDP all-reduced the gradients.
@@ -129,7 +130,7 @@ def accumulate_gradients(cfg: Config, model: nn.Module, scaler: GradScaler, step
         with model.no_sync() if is_local and isinstance(model, DistributedDataParallel) else contextlib.nullcontext():
             outputs = compute_outputs(cfg, model, x)
             with make_autocast(cfg, device):
-                loss = F.cross_entropy(outputs, y, reduction="sum") / step.mean_shard
+                loss = run.loss(outputs, y, reduction="sum") / step.mean_shard
             footprint.record_peak()
             # The last step of an epoch may have fewer microbatches than cfg.accumulate.
             loss = loss / len(microbatches)
@@ -205,7 +206,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps():
         with step:
             optimizer.zero_grad()
-            all_reduces = accumulate_gradients(cfg, model, scaler, step, footprint)
+            all_reduces = accumulate_gradients(cfg, run, model, scaler, step, footprint)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             skipped = update_weights(cfg, model, optimizer, scaler, step)
             step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))

@@ -32,8 +32,18 @@ from common.techniques.data_parallel.shards import set_up_shards
 from common.techniques.data_parallel.single_process_baseline import report_scaling
 from configs.ddp_multinode import Config
 
-import torch.nn.functional as F
+from collections.abc import Iterator
+
 from torch import nn
+
+
+def list_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the layers of a model. A list or dict of layers has no forward pass, so its elements are yielded."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from list_layers(child)
+        else:
+            yield child
 
 
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
@@ -46,7 +56,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
 
         mesh = init_device_mesh(run.device.type, (run.world.size,))
-        for unit in (*model.children(), model):
+        for unit in (*list_layers(model), model):
             fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward pass
         return model
     replica = ddp.replicate(
@@ -62,7 +72,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.classes)  # the weights are the same on every rank
+    network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
@@ -71,7 +81,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps():
         with step:
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(step.x), step.y, reduction="sum") / step.mean_shard
+            loss = run.loss(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.log(loss=loss)
             loss.backward()  # also averages gradients over the ranks; with FSDP, each rank keeps one shard
             step.clip_gradients(model.parameters(), cfg.clip)

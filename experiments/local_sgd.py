@@ -42,7 +42,6 @@ from common.techniques.local_sgd.worker import LocalWorker
 from configs.local_sgd import Config
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -128,7 +127,7 @@ def check_rounds(cfg: Config, run: Run) -> None:
 
 
 def main(cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.classes)  # the weights are the same on every rank
+    network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
     network.to(run.device, run.dtype)
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     exchange = create_exchange(cfg, network, run.world.size)
@@ -138,7 +137,7 @@ def main(cfg: Config, run: Run) -> None:
 
     for step in run.steps():
         optimizer.zero_grad()
-        loss = F.cross_entropy(network(step.x), step.y)  # mean over this worker's shard
+        loss = run.loss(network(step.x), step.y)  # mean over this worker's shard
         loss.backward()
         if step.number <= cfg.start:
             worker.average_gradients()

@@ -23,19 +23,28 @@ zero_bubble have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et
 
 from __future__ import annotations
 
-from common.api import Run, SimpleNN, build_optimizer, start
+from common.api import Run, SimpleNN, build_network, build_optimizer, start
 from common.techniques.pipeline import model_split
 from common.techniques.pipeline.executor import PipelineEngine
 from common.techniques.pipeline.report import PipelineReport
 from configs.mnist_pipeline import Config
+from configs.networks import get_network_name
 
-import torch.nn.functional as F
+from torch import nn
+
+
+def build_model(cfg: Config, run: Run) -> nn.Sequential:
+    """Build the unsplit model. All ranks use the same seed and therefore have equal weights."""
+    if cfg.model == "mlp":
+        return SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.outputs)
+    network: nn.Sequential = build_network(cfg.model, run.sample_shape, run.outputs)
+    return network
 
 
 def main(cfg: Config, run: Run) -> None:
-    model = SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.classes)  # same weights on every rank
+    model = build_model(cfg, run)
     stages = model_split.split_model(cfg.pipeline, model, run)  # by layer names, parameter counts or measured times
-    pipe = model_split.build_pipeline_engine(cfg.pipeline, stages, F.cross_entropy, run)  # keeps this rank's stages
+    pipe = model_split.build_pipeline_engine(cfg.pipeline, stages, run.loss, run)  # keeps this rank's stages
     optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
     # The first stage needs the images, and the last stage needs the labels.
     batches = run.batches(inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
@@ -51,7 +60,8 @@ def main(cfg: Config, run: Run) -> None:
 
 def report_idle_shares(cfg: Config, run: Run, pipe: PipelineEngine) -> PipelineReport:
     """Report the idle share of each rank and, with plot=true, draw one step. All ranks must call this function."""
-    model = f"SimpleNN (width {cfg.width}, depth {cfg.depth}), batch {cfg.batch}"
+    name = f"SimpleNN (width {cfg.width}, depth {cfg.depth})" if cfg.model == "mlp" else get_network_name(cfg.model)
+    model = f"{name}, batch {cfg.batch}"
     return PipelineReport.gather(pipe, run.world, cfg.pipeline, run.folder.path, model)
 
 

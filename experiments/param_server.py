@@ -48,7 +48,6 @@ from common.techniques.parameter_server.worker import ParameterServerRank
 from configs.param_server import Config
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 DDP_STEPS = 20
@@ -83,9 +82,10 @@ def time_ddp(cfg: Config, run: Run) -> ReportData:
     return ReportData({"with DDP": f"{rate:,.0f} samples/s"}, measured={"ddp_samples_per_second": rate})
 
 
-def build_model(cfg: Config, run: Run) -> nn.Sequential:
+def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
-    return build_network(cfg.model, run.sample_shape, run.classes).to(run.device, run.dtype)
+    network: nn.Module = build_network(cfg.model, run.sample_shape, run.outputs)
+    return network.to(run.device, run.dtype)
 
 
 def create_worker(cfg: Config, run: Run, network: nn.Module) -> ParameterServerRank:
@@ -117,7 +117,7 @@ def main(cfg: Config, run: Run) -> None:
             for x, y in worker.iterate_batch_shares(step.number, step.x, step.y):
                 worker.pull(step.rate)
                 network.zero_grad()
-                loss = F.cross_entropy(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
+                loss = run.loss(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
                 loss.backward()
                 staleness.append(float(worker.push()))
                 losses.append(loss.detach())

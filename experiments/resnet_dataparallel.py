@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 Forward = Callable[[Tensor], Tensor]
@@ -48,7 +47,7 @@ Forward = Callable[[Tensor], Tensor]
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
-    return init_network(cfg, run.sample_shape, run.classes).to(run.device, run.dtype)
+    return init_network(cfg, run.sample_shape, run.outputs).to(run.device, run.dtype)
 
 
 def list_gpus(world: World) -> list[int]:
@@ -120,7 +119,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps():
         optimizer.zero_grad()
         # The mean over ranks is the mean loss of the batch, even if a partial batch has unequal shards.
-        loss = F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard
+        loss = run.loss(forward(step.x), step.y, reduction="sum") / step.mean_shard
         step.log(loss=loss)
         loss.backward()
         optimizer.step()

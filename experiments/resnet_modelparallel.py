@@ -32,7 +32,7 @@ model does the same if it accumulates gradients over the same microbatches (mode
 
 from __future__ import annotations
 
-from common.api import ReportData, ResNet, Run, build_optimizer, start
+from common.api import ReportData, ResNet, Run, build_network, build_optimizer, start
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
 from common.models.networks import Toy
@@ -44,6 +44,7 @@ from common.techniques.pipeline.executor import LossFunction
 from common.techniques.pipeline.mesh import create_mesh_groups
 from common.techniques.pipeline.report import PipelineReport
 from common.techniques.pipeline.single_process import SingleProcessPipeline
+from configs.networks import get_network_name
 from configs.resnet_modelparallel import Config
 
 from typing import Any
@@ -57,22 +58,24 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
     """Build the unsplit model. All ranks use the same seed and therefore have equal weights."""
     model: nn.Sequential
     if cfg.model == "toy":
-        model = Toy(run.sample_shape, run.classes)
+        model = Toy(run.sample_shape, run.outputs)
+    elif ":" in cfg.model:
+        model = build_network(cfg.model, run.sample_shape, run.outputs)
     else:
-        model = ResNet(cfg.model, run.sample_shape, run.classes, width=cfg.width)
+        model = ResNet(cfg.model, run.sample_shape, run.outputs, width=cfg.width)
     load_initial_weights(model, cfg.initial.weights, cfg.runs)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
 def build_loss(cfg: Config, run: Run) -> LossFunction:
-    """Return the loss function: cross-entropy, or the mean squared error for random targets.
+    """Return the loss of the setting `loss`.
 
-    Each class has one random target vector.
+    With loss=mse, each class has one random target vector unless the data set has float targets.
     """
-    if cfg.loss == "cross_entropy":
-        return F.cross_entropy
+    if cfg.loss != "mse" or not run.train_set.has_labels:
+        return run.loss
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, "targets"))
-    targets = torch.randn(run.classes, run.classes, generator=generator)
+    targets = torch.randn(run.outputs, run.outputs, generator=generator)
     return lambda outputs, labels: F.mse_loss(outputs, targets.to(outputs)[labels])
 
 
@@ -149,7 +152,7 @@ def gather_device_facts(
     kind = "reserved by torch" if is_cuda else "of writable address space, in addition to that at startup"
     limit = f"; the limit is memory_cap={cfg.memory_cap}" if cfg.memory_cap else ""
     lines = {
-        "mode": f"{cfg.mode}, {cfg.model}, {describe_microbatches(cfg)}",
+        "mode": f"{cfg.mode}, {get_network_name(cfg.model)}, {describe_microbatches(cfg)}",
         "devices": placement,
         "peak memory": describe_peak_memory(peak_bytes, run.device),
         "training memory": format_megabytes(training_bytes) + kind + limit,
@@ -178,7 +181,7 @@ def report_pipeline(cfg: Config, run: Run, pipe: Any, pp: World) -> PipelineRepo
 
     All ranks must call this function.
     """
-    model = f"{cfg.model}, {cfg.mode}, batch {cfg.batch}"
+    model = f"{get_network_name(cfg.model)}, {cfg.mode}, batch {cfg.batch}"
     if not cfg.in_one_process:
         return PipelineReport.gather(pipe, pp, cfg.make_pipeline_config(), run.folder.path, model)
     title = f"one step of {model}, 1 rank: {describe_microbatches(cfg)}"

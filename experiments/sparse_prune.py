@@ -33,7 +33,7 @@ measured at the end.
 
 from __future__ import annotations
 
-from common.api import ReportData, Run, build_network, build_optimizer, start
+from common.api import ReportData, Run, UserError, build_network, build_optimizer, start
 from common.system import seeds
 from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
@@ -46,7 +46,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -92,7 +91,7 @@ def compute_gradients(cfg: Config, run: Run, model: nn.Module, masks: Masks, ste
     model.eval()  # keeps BatchNorm's running statistics unchanged
     for x, y in run.draw_random_batches(cfg.score_batches, seeds.derive_seed(cfg.seed, "scores", step)):
         model.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        run.loss(model(x), y).backward()
         yield [weight.grad for weight in masks.weights if weight.grad is not None]
     model.train()
 
@@ -148,7 +147,9 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
 
 
 def main(cfg: Config, run: Run) -> None:
-    inner_model: nn.Module = build_network(cfg.model, run.sample_shape, run.classes)
+    if cfg.int8 and not run.train_set.has_labels:
+        raise UserError("int8=true reports the accuracy, which needs class labels; use int8=false")
+    inner_model: nn.Module = build_network(cfg.model, run.sample_shape, run.outputs)
     inner_model.to(run.device, run.dtype)
     masks = Masks(inner_model)
     model = inner_model
@@ -163,7 +164,7 @@ def main(cfg: Config, run: Run) -> None:
 
     for step in run.steps():
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(step.x), step.y)
+        loss = run.loss(model(step.x), step.y)
         step.log(loss=loss)
         loss.backward()
         optimizer.step()

@@ -20,7 +20,6 @@ from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algori
 from common.backend.torch_registration import replace_all_reduce_algorithm
 from common.config.changed_settings import read_last_changes
 from common.config.config import read_settings
-from common.config.custom_code import use_file_copies
 from common.ranks.rendezvous import World
 from common.runs.resolved_settings import record_resolved_settings, warn_of_lost_choice
 from configs.shared import Launch
@@ -41,7 +40,7 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
     """
     if launch.algorithm == "auto":
         launch = replace(launch, algorithm=load_or_choose_algorithm(run, world))
-    replace_all_reduce_algorithm(world.transport, use_file_copies(launch, run / "code").algorithm)
+    replace_all_reduce_algorithm(world.transport, launch.algorithm)
 
 
 def load_or_choose_algorithm(run: Path, world: World) -> str:

@@ -59,6 +59,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIXED_KEYS = (
     "seed",
     "model",
+    "loss",
     "width",
     "depth",
     "batch",

@@ -73,6 +73,16 @@ class ConfigKey:
         return self.metadata.get("high")
 
     @property
+    def choices(self) -> tuple[Any, ...]:
+        """Valid values, or an empty tuple if there is no list of values."""
+        return typing.get_args(self.type) if self.is_literal else self.metadata.get("choices", ())
+
+    @property
+    def is_literal(self) -> bool:
+        """True if only the values in `choices` are valid; otherwise, a value may also be `FILE.py:name`."""
+        return typing.get_origin(self.type) is typing.Literal
+
+    @property
     def only(self) -> str:
         """Another setting that this key requires, such as `mode=bounded`, or an empty string."""
         return str(self.metadata.get("only", ""))
@@ -95,8 +105,8 @@ class ConfigKey:
     @property
     def allowed(self) -> str:
         """Description of the type and range, such as `int >= 1`."""
-        if typing.get_origin(self.type) is typing.Literal:
-            return " | ".join(str(choice) for choice in typing.get_args(self.type))
+        if self.choices:
+            return " | ".join(map(str, self.choices))
         name = "list" if self.type == list[str] else self.type.__name__
         if self.high is not None:
             return f"{name} from {self.low} to {self.high}"
@@ -208,8 +218,9 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         raise ValueError("expected a single value, not a group of keys")
     if "${" in text:
         raise ValueError("interpolations are not allowed")
-    if typing.get_origin(key.type) is typing.Literal:
-        if text not in typing.get_args(key.type):
+    if key.choices:
+        is_file = ":" in text and not key.is_literal
+        if text not in key.choices and not is_file:
             raise ValueError("invalid value")
         return text
     if key.type is bool:

@@ -16,100 +16,13 @@ import torch
 from torch import Tensor
 
 from common.data.augment import Augment
-from common.data.prepare import PreparedDataset
+from common.data.samples import Images
 from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (raised while iterating a Loader)
 from common.data.workers import Samples, WorkerPool
 from common.system import seeds
-from common.system.causes import Cause
 from common.system.errors import UserError
 from configs.batch_plan import divide_batch
 from configs.shared import TrainingExperiment
-
-# Mean and standard deviation of the training pixels, scaled to [0, 1]. Color images have one value per color channel.
-STATISTICS: dict[str, tuple[Any, Any]] = {
-    "mnist": (0.1307, 0.3081),
-    "digits": (0.1699, 0.3058),
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "imagefolder": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),  # statistics of ImageNet
-    "generated": ((0.5, 0.5, 0.5), (0.29, 0.29, 0.29)),
-    "vectors": (0.5, 0.29),
-}
-
-
-def get_pixel_statistics(prepared: PreparedDataset) -> tuple[Any, Any]:
-    """Return the mean and the standard deviation of the training pixels.
-
-    The mean and the standard deviation are single numbers, or lists with one number per color channel. Raises UserError
-    if the file that contains the statistics is missing.
-    """
-    statistics = prepared.statistics or STATISTICS.get(prepared.name)
-    if statistics is None:
-        raise UserError(
-            f"{prepared.path} is damaged: the statistics file is missing; delete this folder and start the run again",
-            cause=Cause.DAMAGED_DATA,
-        )
-    return statistics
-
-
-class Images:
-    """The training or test part of a prepared data set.
-
-    Images are uint8 [N, H, W] (grayscale) or [N, 3, H, W], vectors are uint8 [N, D], and labels are int64 [N].
-    """
-
-    def __init__(self, prepared: PreparedDataset, part: str, limit: int = 0) -> None:
-        """Map the arrays of `part` ("train" or "test") into memory.
-
-        Only the first `limit` samples are used; 0 uses all samples.
-        """
-        images = torch.from_numpy(prepared.map_array(f"{part}_images"))
-        labels = torch.from_numpy(prepared.map_array(f"{part}_labels")).long()
-        self.class_count = int(labels.max()) + 1
-        self.images = images[: limit or None]
-        self.labels = labels[: limit or None]
-        mean, std = get_pixel_statistics(prepared)
-        self.mean = to_channel_tensor(mean)
-        self.std = to_channel_tensor(std)
-
-    def __len__(self) -> int:
-        return self.labels.shape[0]  # faster than len(), which runs Python code in torch; called often in each step
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of one image: [H, W] or [3, H, W]."""
-        return self.images.shape[1:]
-
-    def load_inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the normalized images at `index` on the device, as [n, H, W] or [n, 3, H, W].
-
-        `index` is an int64 tensor [n] or a slice.
-        """
-        pixels = self.images[index] if isinstance(index, slice) else self.images.index_select(0, index)
-        return self.normalize(pixels, device, dtype)
-
-    def normalize(self, pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Normalize uint8 images [n, H, W] or [n, 3, H, W] on the device: (pixel / 255 - mean) / std."""
-        inputs = pixels.to(device).to(dtype)
-        mean = self.mean.to(inputs) if isinstance(self.mean, Tensor) else self.mean
-        std = self.std.to(inputs) if isinstance(self.std, Tensor) else self.std
-        return inputs.sub_(255 * mean).mul_(1 / (255 * std))
-
-    def load_targets(self, index: Tensor | slice, device: torch.device) -> Tensor:
-        """Return the labels at `index` as an int64 tensor [n] on `device`.
-
-        `index` is an int64 tensor [n] or a slice.
-        """
-        return self.labels[index].to(device)
-
-
-def to_channel_tensor(statistic: Any) -> Any:
-    """Convert a list with one number per color channel to a float64 tensor [C, 1, 1].
-
-    A single number is returned unchanged.
-    """
-    if isinstance(statistic, float):
-        return statistic
-    return torch.tensor(statistic, dtype=torch.float64).view(-1, 1, 1)
 
 
 def draw_sample_order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -124,7 +37,7 @@ def draw_sample_order(count: int, seed: int, epoch: int) -> np.ndarray:
 class Loader:
     """Iterable over the training batches (x, y) of one epoch, which can start at any position in the epoch.
 
-    x is [n, H, W] or [n, 3, H, W], and y is int64 [n]. The attributes `epoch` and `position` (number of samples of this
+    x and y are the inputs and targets of `Images`. The attributes `epoch` and `position` (number of samples of this
     epoch that have been returned) are the entire state of the loader. The attribute `size` is the number of samples in
     the newest batch, over all ranks.
 
@@ -183,9 +96,10 @@ class Loader:
         self.transform: Augment | None = None
         if self.augment == "none":
             return
-        if len(self.data.shape) < 2:
+        if len(self.data.shape) < 2 or not self.data.has_pixels:
+            kind = "vectors" if self.data.has_pixels else "float inputs"
             raise UserError(
-                f"data.augment={self.augment} requires images, but this data set contains vectors; omit data.augment"
+                f"data.augment={self.augment} requires images, but this data set contains {kind}; omit data.augment"
             )
         self.transform = Augment(self.augment, self.data.shape[-2:], self.seed)
 
@@ -342,7 +256,7 @@ class Loader:
     def _make_empty_samples(self) -> Samples:
         """Return empty inputs and targets that have the same data types as a block on the CPU."""
         inputs = torch.empty(0, *self.data.shape, dtype=self.dtype) if self.inputs else None
-        targets = torch.empty(0, dtype=torch.int64) if self.targets else None
+        targets = self.data.load_targets(slice(0), torch.device("cpu"), self.dtype) if self.targets else None
         return inputs, targets
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:
@@ -369,13 +283,17 @@ class Loader:
         `indices` is a block that `_iterate_block_indices` has yielded.
         """
         rows, positions = torch.from_numpy(indices).flatten(1)
+        if self.data.reads_on_demand:
+            sample_seeds = [seeds.derive_seed(self.seed, "sample", self.epoch, place) for place in positions.tolist()]
+            read = self.data.read_samples(rows.tolist(), sample_seeds, device, self.dtype)
+            return read[0] if self.inputs else None, read[1] if self.targets else None
         x = None
         if self.inputs:
             pixels = self.data.images.index_select(0, rows)
             if self.transform is not None:
                 pixels = self.transform(pixels, self.epoch, positions)
             x = self.data.normalize(pixels, device, self.dtype)
-        y = self.data.load_targets(rows, device) if self.targets else None
+        y = self.data.load_targets(rows, device, self.dtype) if self.targets else None
         return x, y
 
     def _load_samples_on_cpu(self, indices: np.ndarray) -> Samples:

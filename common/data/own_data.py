@@ -1,7 +1,8 @@
-"""Custom data sets: validation and storage of the arrays that a user's function returns."""
+"""Custom data sets: validation and storage of the four arrays or two map-style data sets of a user's function."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -10,46 +11,83 @@ from typing import Any
 
 import numpy as np
 
-from common.config.custom_function import convert_errors_of_user_file, load_function
+from common.config.custom_function import (
+    convert_errors_of_user_file,
+    load_function,
+    locate_function_file,
+    replace_file_with_run_copy,
+)
+from common.config.lookup import import_object
+from common.data import prepare, sources
 from common.runs.folder import convert_disk_errors
-from configs.shared import DATA_SETS
+from configs.shared import DATA_SETS, Data
 
 SET_NAMES = ", ".join(DATA_SETS)
-USAGE = "function(root) must return train images, train labels, test images and test labels as NumPy arrays"
-ARRAY_NAMES = ("train images", "train labels", "test images", "test labels")
-SHAPES = "[N, H, W], [N, 3, H, W] or, for vectors, [N, D]"
+USAGE = (
+    "function(root) must return train inputs, train targets, test inputs and test targets as NumPy arrays, or two "
+    "map-style data sets, for training and test"
+)
+ARRAY_NAMES = ("train inputs", "train targets", "test inputs", "test targets")
+SHAPES = "[N, H, W], [N, 3, H, W] or, for vectors, [N, D]; float32 arrays may have any shape"
 MAX_CLASSES = 10_000
-SOURCE_FILE = "source.py"  # copy of the user's file, stored next to the arrays
-STATISTICS_FILE = "statistics.json"  # mean and standard deviation of the training pixels, per channel for color images
-RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the source folder of a run
 
 
-def write_custom_arrays(function_name: str, root: Path, files: Sequence[Path]) -> str:
+def prepare_custom_dataset(data: Data, code: Path | None) -> prepare.PreparedDataset:
+    """Find or prepare the custom data set that `FILE.py:function` returns (see sources.py).
+
+    Raises UserError if the function cannot be loaded, fails, or returns unsuitable arrays.
+    """
+    function = replace_file_with_run_copy(data.name, code and code / sources.RUN_SOURCE_FILE)
+    file = Path(locate_function_file("data.name", function, SET_NAMES))
+    root = Path(data.root)
+    with convert_errors_of_user_file("data.name", function):
+        state = f"{prepare.hash_file(file)} {function.rpartition(':')[2]} {root.resolve()}"
+
+    def write_arrays(folder: Path) -> str:
+        files = [folder / f"{part}.npy" for part in prepare.PARTS]
+        return str(sources.call_in_subprocess(write_custom_data, function, root, files, limit=prepare.READ_TIMEOUT))
+
+    prepared = prepare.find_or_prepare_dataset(Path(data.cache), "own", state, write_arrays)
+    return dataclasses.replace(prepared, name=data.name)
+
+
+def write_custom_data(function_name: str, root: Path, files: Sequence[Path]) -> str:
     """Call the user's function and write the four arrays that it returns to `files`.
 
     `function_name` is `FILE.py:function`. The function is called with `root` (data.root). The arrays are written in the
-    order of ARRAY_NAMES. The user's file and the statistics of the training images are stored in the same folder as the
-    arrays. Returns an empty string, because a custom data set has no notice for the user. Raises UserError, with file
-    and line, if the function fails or if the arrays are unsuitable for training.
+    order of ARRAY_NAMES. If the function returns map-style data sets, only their description is written. The user's
+    file and the statistics of uint8 inputs are stored in the same folder. Returns an empty string, because a custom
+    data set has no notice for the user. Raises UserError, with file and line, if the function fails or if the data is
+    unsuitable for training.
     """
     folder = files[0].parent
     function = load_function("data.name", function_name, SET_NAMES)
     with convert_errors_of_user_file("data.name", function_name, function, USAGE):
-        arrays = check_arrays(function(root))
-    mean, std = compute_pixel_statistics(arrays[0])
+        data = function(root)
+        if isinstance(data, tuple | list) and len(data) == 2:
+            describe_datasets = import_object("common.data.map_style:describe_datasets")
+            description = describe_datasets(data, function_name.rpartition(":")[2], root)
+            contents = {
+                folder / f"{sources.DESCRIPTION}.npy": np.frombuffer(json.dumps(description).encode(), np.uint8)
+            }
+        else:
+            contents = dict(zip(files, check_arrays(data), strict=True))
     with convert_disk_errors(folder.parent):
-        for file, array in zip(files, arrays, strict=True):
+        for file, array in contents.items():
             np.save(file, np.ascontiguousarray(array))
-        shutil.copyfile(function_name.rpartition(":")[0], folder / SOURCE_FILE)
-        statistics = {"mean": mean, "std": std}
-        (folder / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n")
+        shutil.copyfile(function_name.rpartition(":")[0], folder / sources.SOURCE_FILE)
+        inputs = contents.get(files[0])
+        if inputs is not None and inputs.dtype == np.uint8:
+            mean, std = compute_pixel_statistics(inputs)
+            (folder / sources.STATISTICS_FILE).write_text(json.dumps({"mean": mean, "std": std}) + "\n")
     return ""
 
 
 def check_arrays(arrays: Any) -> list[np.ndarray]:
-    """Check the four arrays of a custom data set, convert the labels to int32, and return the arrays.
+    """Check the four arrays of a custom data set, and return them with the types in which they are stored.
 
-    Raises ValueError or TypeError if the arrays are unsuitable for training.
+    Inputs are stored as uint8 or float32, class labels as int32, and other targets as int64 or float32. Raises
+    ValueError or TypeError if the arrays are unsuitable for training.
     """
     if not isinstance(arrays, tuple | list) or len(arrays) != len(ARRAY_NAMES):
         raise TypeError(f"the function returned {describe_type(arrays)}")
@@ -58,38 +96,67 @@ def check_arrays(arrays: Any) -> list[np.ndarray]:
             raise TypeError(f"the {name} are {describe_type(array)}")
         if 0 in array.shape:
             raise ValueError(f"the {name} are empty: their shape is {list(array.shape)}")
-    train, train_labels, test, test_labels = arrays
-    check_images_and_labels("train", train, train_labels)
-    check_images_and_labels("test", test, test_labels)
-    if train.shape[1:] != test.shape[1:]:
-        shapes = f"{list(train.shape[1:])}, but each test image has shape {list(test.shape[1:])}"
-        raise ValueError(f"each train image has shape {shapes}; the shapes must be equal")
-    if test_labels.max() > train_labels.max():
-        maxima = f"the largest test label is {test_labels.max()}, but the largest train label is {train_labels.max()}"
+    checked = []
+    for part, inputs, targets in (("train", *arrays[:2]), ("test", *arrays[2:])):
+        if len(inputs) != len(targets):
+            counts = f"there are {len(inputs)} {part} inputs but {len(targets)} {part} targets"
+            raise ValueError(f"{counts}; return one target for each input")
+        checked += [check_inputs(part, inputs), check_targets(part, targets)]
+    train, train_targets, test, test_targets = checked
+    for name, train_array, test_array in (("input", train, test), ("target", train_targets, test_targets)):
+        if train_array.shape[1:] != test_array.shape[1:]:
+            shapes = f"{list(train_array.shape[1:])}, but each test {name} has shape {list(test_array.shape[1:])}"
+            raise ValueError(f"each train {name} has shape {shapes}; the shapes must be equal")
+        if train_array.dtype != test_array.dtype:
+            types = f"the train {name}s are stored as {train_array.dtype}, but the test {name}s as {test_array.dtype}"
+            raise ValueError(f"{types}; return the same kind of numbers")
+    if train_targets.dtype.kind == "i" and test_targets.max() > train_targets.max():
+        maxima = f"the largest test label is {test_targets.max()}, but the largest train label is {train_targets.max()}"
         raise ValueError(f"{maxima}; every class of the test set must have training samples")
-    return [train, train_labels.astype(np.int32), test, test_labels.astype(np.int32)]
+    return checked
 
 
-def check_images_and_labels(part: str, images: np.ndarray, labels: np.ndarray) -> None:
-    """Raise ValueError if the images or labels of a part have an invalid type, shape or value."""
-    if images.dtype != np.uint8:
-        raise ValueError(f"the {part} images have dtype {images.dtype}; return uint8 values from 0 to 255")
-    is_color = images.ndim == 4 and images.shape[1] == 3
-    if images.ndim not in (2, 3) and not is_color:
-        has_colors_last = images.ndim == 4 and images.shape[3] == 3
+def check_inputs(part: str, inputs: np.ndarray) -> np.ndarray:
+    """Return the inputs of a part as uint8 or float32. Raises ValueError for another type, shape or value."""
+    if inputs.dtype.kind == "f":
+        return convert_to_float32(f"{part} inputs", inputs)
+    if inputs.dtype != np.uint8:
+        problem = f"the {part} inputs have dtype {inputs.dtype}"
+        raise ValueError(f"{problem}; return uint8 values from 0 to 255, or float32 values that are used as they are")
+    is_color = inputs.ndim == 4 and inputs.shape[1] == 3
+    if inputs.ndim not in (2, 3) and not is_color:
+        has_colors_last = inputs.ndim == 4 and inputs.shape[3] == 3
         hint = "; .transpose(0, 3, 1, 2) moves the colors to the second axis" if has_colors_last else ""
-        raise ValueError(f"the {part} images have shape {list(images.shape)}; return {SHAPES}{hint}")
-    if labels.ndim != 1 or labels.dtype.kind not in "iu":
-        problem = f"the {part} labels have dtype {labels.dtype} and shape {list(labels.shape)}"
-        raise ValueError(f"{problem}; return one integer for each image")
-    if len(images) != len(labels):
-        counts = f"there are {len(images)} {part} images but {len(labels)} {part} labels"
-        raise ValueError(f"{counts}; return one label for each image")
-    low = int(labels.min())
-    high = int(labels.max())
+        raise ValueError(f"the {part} inputs have dtype uint8 and shape {list(inputs.shape)}; return {SHAPES}{hint}")
+    return inputs
+
+
+def check_targets(part: str, targets: np.ndarray) -> np.ndarray:
+    """Return the targets of a part: class labels [N] as int32, other targets [N, ...] as int64 or float32.
+
+    Raises ValueError for another type or value.
+    """
+    if targets.dtype.kind == "f":
+        return convert_to_float32(f"{part} targets", targets)
+    if targets.dtype.kind not in "iu":
+        problem = f"the {part} targets have dtype {targets.dtype}"
+        raise ValueError(f"{problem}; return integers (class labels) or floats (for a regression)")
+    low = int(targets.min())
+    high = int(targets.max())
     if low < 0 or high >= MAX_CLASSES:
         problem = f"the {part} labels range from {low} to {high}"
-        raise ValueError(f"{problem}; return labels from 0 to classes - 1, for at most {MAX_CLASSES} classes")
+        limits = f"return labels from 0 to classes - 1, for at most {MAX_CLASSES} classes"
+        raise ValueError(f"{problem}; {limits}, or floats for a regression")
+    return targets.astype(np.int32 if targets.ndim == 1 else np.int64)
+
+
+def convert_to_float32(name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array as float32. Raises ValueError if it contains NaN or infinity."""
+    converted = array.astype(np.float32, copy=False)
+    for number, sample in enumerate(converted):  # one sample at a time, because isfinite allocates memory
+        if not np.isfinite(sample).all():
+            raise ValueError(f"the {name} contain NaN or infinity, first in sample {number}; remove such samples")
+    return converted
 
 
 def describe_type(value: Any) -> str:

@@ -22,12 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from common.config.custom_function import (
-    convert_errors_of_user_file,
-    locate_function_file,
-    replace_file_with_run_copy,
-)
-from common.data import own_data, sources
+from common.config.lookup import import_object
+from common.data import sources
 from common.data.sources import Arrays
 from common.runs.folder import convert_disk_errors, read_json
 from common.runs.progress import ProgressDisplay
@@ -83,19 +79,48 @@ class PreparedDataset:
 
         The mean and the standard deviation are single numbers, or lists with one number per color channel.
         """
-        statistics = read_json(self.path / own_data.STATISTICS_FILE)
+        statistics = read_json(self.path / sources.STATISTICS_FILE)
         if statistics.keys() >= {"mean", "std"}:
             return statistics["mean"], statistics["std"]
         return None
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any] | None:
+        """Description of map-style data sets (see map_style.py); None for a data set that is stored as arrays."""
+        if sources.DESCRIPTION not in self.sha256:
+            return None
+        content: dict[str, Any] = json.loads(self.map_array(sources.DESCRIPTION).tobytes())
+        return content
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one input."""
+        return tuple(self.description["shape"]) if self.description else self.map_array("train_images").shape[1:]
+
+    @property
+    def target_kind(self) -> str:
+        """Kind of the targets: `labels` (one integer per sample), `integers` (several per sample), or `floats`."""
+        if self.description:
+            return str(self.description["target_kind"])
+        targets = self.map_array("train_labels")
+        if targets.dtype.kind == "f":
+            return "floats"
+        return "labels" if targets.ndim == 1 else "integers"
+
+    @property
+    def has_pixels(self) -> bool:
+        """True if the inputs are uint8 values, which are normalized. Other inputs are used as they are."""
+        is_custom = ":" in self.name
+        return not is_custom or (self.description is None and self.map_array("train_images").dtype == np.uint8)
 
     def copy_user_data_file(self, code: Path) -> None:
         """Copy the user's file of a custom data set into the source folder `code` of a run.
 
         Raises UserError if the file cannot be written to the disk.
         """
-        source = self.path / own_data.SOURCE_FILE
+        source = self.path / sources.SOURCE_FILE
         if source.is_file():
-            target = code / own_data.RUN_SOURCE_FILE
+            target = code / sources.RUN_SOURCE_FILE
             with convert_disk_errors(code):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
@@ -138,7 +163,10 @@ def prepare_dataset(
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-    return prepare_custom_dataset(data, code) if ":" in data.name else prepare_mnist(data, fallback)
+    if ":" in data.name:
+        prepared: PreparedDataset = import_object("common.data.own_data:prepare_custom_dataset")(data, code)
+        return prepared
+    return prepare_mnist(data, fallback)
 
 
 def prepare_dataset_of_config(cfg: Experiment, fallback: bool, code: Path | None = None) -> PreparedDataset:
@@ -150,9 +178,11 @@ def prepare_dataset_of_config(cfg: Experiment, fallback: bool, code: Path | None
         return NO_DATA
     prepared = prepare_dataset(cfg.data, fallback, log=cfg.log, code=code)
     try:
-        networks.check_shape(getattr(cfg, "model", ""), cfg.data.name, prepared.map_array("train_images").shape[1:])
+        networks.check_shape(getattr(cfg, "model", ""), cfg.data.name, prepared.sample_shape)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if ":" in f"{getattr(cfg, 'model', '')} {cfg.loss} {cfg.data.name}" or cfg.loss != "cross_entropy":
+        import_object(networks.TRAINING_CHECKER)(cfg, prepared, code)
     return prepared
 
 
@@ -270,25 +300,6 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
     return dataclasses.replace(prepared, notice=notice)
 
 
-def prepare_custom_dataset(data: Data, code: Path | None) -> PreparedDataset:
-    """Find or prepare the custom data set that `FILE.py:function` returns (see own_data.py).
-
-    Raises UserError if the function cannot be loaded, fails, or returns unsuitable arrays.
-    """
-    function = replace_file_with_run_copy(data.name, code and code / own_data.RUN_SOURCE_FILE)
-    file = Path(locate_function_file("data.name", function, own_data.SET_NAMES))
-    root = Path(data.root)
-    with convert_errors_of_user_file("data.name", function):
-        state = f"{hash_file(file)} {function.rpartition(':')[2]} {root.resolve()}"
-
-    def write_arrays(folder: Path) -> str:
-        files = [folder / f"{part}.npy" for part in PARTS]
-        return str(sources.call_in_subprocess(own_data.write_custom_arrays, function, root, files, limit=READ_TIMEOUT))
-
-    prepared = find_or_prepare_dataset(Path(data.cache), "own", state, write_arrays)
-    return dataclasses.replace(prepared, name=data.name)
-
-
 def find_or_store_arrays(cache: Path, name: str, state: str, make_arrays: Callable[[], Arrays]) -> PreparedDataset:
     """Return a prepared data set, whose arrays are made by `make_arrays` if they are not cached yet.
 
@@ -328,7 +339,7 @@ def read_prepared_dataset(name: str, path: Path) -> PreparedDataset | None:
     hashes = manifest.get("sha256")
     if not isinstance(sizes, dict) or not isinstance(hashes, dict):
         return None
-    if not set(sizes) == set(hashes) == set(PARTS):
+    if set(sizes) != set(hashes) or set(sizes) not in ({*PARTS}, {sources.DESCRIPTION}):
         return None
     for part, size in sizes.items():
         file = path / f"{part}.npy"
@@ -352,7 +363,8 @@ def write_prepared_dataset(path: Path, write: Callable[[Path], str]) -> None:
     try:
         notice = write(folder)
         with convert_disk_errors(path):
-            files = {part: folder / f"{part}.npy" for part in PARTS}
+            is_described = (folder / f"{sources.DESCRIPTION}.npy").exists()
+            files = {part: folder / f"{part}.npy" for part in ([sources.DESCRIPTION] if is_described else PARTS)}
             manifest = {
                 "bytes": {part: file.stat().st_size for part, file in files.items()},
                 "sha256": {part: hash_file(file) for part, file in files.items()},

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common.data.loader import get_pixel_statistics
 from common.data.prepare import PreparedDataset
+from common.data.samples import get_pixel_statistics
 
 AXES = {1: "[N, D]", 2: "[N, height, width]", 3: "[N, channel, height, width]"}
 """Axes of a batch, by the number of dimensions of one sample."""
@@ -16,9 +16,12 @@ CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 def describe_preprocessing(prepared: PreparedDataset, shape: Sequence[int]) -> dict[str, Any]:
     """Return the preprocessing that turns samples of a data set into inputs of a model, as values for JSON.
 
-    `shape` is the shape of one sample: [H, W], [3, H, W] or [D]. The mean and the standard deviation are lists with one
-    number per channel. Raises UserError if the statistics of the data set are missing.
+    `shape` is the shape of one sample: [H, W], [3, H, W], [D] or, for float inputs, any shape. The mean and the
+    standard deviation are lists with one number per channel. Raises UserError if the statistics are missing.
     """
+    if not prepared.has_pixels:
+        formula = {"scale": 1, "mean": [0.0], "std": [1.0], "formula": "input = value"}
+        return {"input_shape": ["N", *shape], "input_axes": "[N, ...]", "value_range": None, **formula}
     mean, std = get_pixel_statistics(prepared)
     is_image = len(shape) > 1
     description: dict[str, Any] = {
@@ -49,6 +52,8 @@ def list_class_names(prepared: PreparedDataset, count: int) -> list[str]:
     """
     if prepared.classes:
         return prepared.classes
+    if prepared.description:
+        return [str(name) for name in prepared.description["class_names"]]
     if prepared.name == "cifar10":
         return CIFAR10_CLASSES
     return [str(label) for label in range(count)]

@@ -38,6 +38,10 @@ MNIST_FILES = {  # uncompressed size of each file in bytes
 # First four bytes of a file, which encode the data type (uint8) and the number of dimensions.
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
 CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
+STATISTICS_FILE = "statistics.json"  # mean and standard deviation of the training pixels, per channel for color images
+DESCRIPTION = "description"  # array with the JSON text that describes map-style data sets, which have no other arrays
+SOURCE_FILE = "source.py"  # copy of the user's file of a custom data set, stored next to the arrays
+RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the source folder of a run
 SKIPPED_FILE = "left_out.txt"  # lists the skipped files of an image folder
 EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent its result
 

@@ -16,11 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import rank_file
-from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
+from common.config.lookup import import_object
 from common.data.prepare import hash_file
 from common.models import networks
-from common.models.initial_weights import find_initial_weights
 from common.models.networks import Recipe
 from common.models.sample_dropout import add_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
@@ -34,23 +32,23 @@ REQUIRED_FACTS = {"class", "arguments", "step", "shape", "dtype", "precision", "
 def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, facts: Mapping[str, Any]) -> None:
     """Write a run's model to model.safetensors and model.json, each atomically.
 
-    Boolean tensors are omitted, because they are masks that only training needs. The recipe is omitted from model.json
-    if a model that is built from the recipe has other tensors than `state`, for example because the experiment has
-    added a layer. Raises OSError if a file cannot be written.
+    Boolean tensors that a model built from the recipe does not have are omitted, because they are masks that only
+    training needs. The recipe is omitted from model.json if such a model has other tensors than `state`, for example
+    because the experiment has added a layer. Raises OSError if a file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    rebuilt: dict[str, torch.Size] | None = None
+    if recipe["arguments"] is not None and ("file" in recipe or recipe["class"] in networks.KINDS):
+        model = build_model(recipe, torch.device("meta"), folder.path / "code")
+        rebuilt = get_tensor_shapes(networks.list_saved_tensors(model))
     tensors: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if tensor.dtype != torch.bool:  # a boolean tensor is a mask
+        if tensor.dtype != torch.bool or name in (rebuilt or {}):
             tensors[name] = tensor.detach().cpu().contiguous()
-
-    if recipe["arguments"] is not None and recipe["class"] in networks.KINDS:
-        # Tensors on the meta device have a shape but no data.
-        rebuilt = build_model(recipe, torch.device("meta")).state_dict()
-        if get_tensor_shapes(rebuilt) != get_tensor_shapes(tensors):
-            recipe = {"class": None, "arguments": None}
+    if rebuilt not in (None, get_tensor_shapes(tensors)):
+        recipe = {"class": None, "arguments": None}
 
     # Write a new file first, and rename it when it is complete.
     draft = folder.path / f".{MODEL_FILE}.new"
@@ -127,10 +125,16 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         raise UserError(f"{file} cannot be read as a safetensors file ({error})") from None
 
 
-def build_model(recipe: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
-    """Build the untrained model that a recipe describes. Raises UserError if the recipe is invalid."""
+def build_model(recipe: Mapping[str, Any], device: torch.device | None = None, code: Path | None = None) -> nn.Module:
+    """Build the untrained model that a recipe describes.
+
+    `code` is the source folder of the run, which contains the file of a custom network. A custom network is built on
+    the CPU instead of `device`. Raises UserError if the recipe is invalid.
+    """
     name = recipe.get("class")
     arguments = recipe.get("arguments")
+    if "file" in recipe and code is not None:
+        return import_object("common.models.custom_network:rebuild_custom_network")(recipe, code)
     kind = networks.KINDS.get(str(name))
     if kind is None:
         raise UserError(
@@ -155,9 +159,13 @@ def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
     The model is in eval mode and has the same dtype as during training. Raises UserError if the model cannot be loaded.
     """
     facts, state = read_model(folder)
-    model = build_model(facts, torch.device("meta"))
+    model = build_model(facts, torch.device("meta"), folder.path / "code")
     try:
-        model.load_state_dict(state, assign=True)
+        if "file" in facts:
+            model.to(getattr(torch, facts["dtype"]))
+            import_object("common.models.weights:load_weights")(model, state, MODEL_FILE)
+        else:
+            model.load_state_dict(state, assign=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].strip()
         raise UserError(f"{folder.path / MODEL_FILE} does not match {MODEL_FACTS_FILE}: {reason}") from None
@@ -167,14 +175,14 @@ def load_model(folder: RunFolder) -> tuple[dict[str, Any], nn.Module]:
 # ---- initial weights
 
 
-def load_initial_weights(model: nn.Sequential, weights: str, runs: str) -> None:
+def load_initial_weights(model: nn.Module, weights: str, runs: str) -> None:
     """Load the weights that the setting `weights` refers to into a model.
 
     If the setting is none, the model is unchanged. The model may be on any device and have any dtype. Raises UserError
     if the weights are invalid or do not match.
     """
     if weights != "none":
-        networks.load_weights(model, read_weights(weights, Path(runs)), weights)
+        import_object("common.models.weights:load_weights_of_setting")(model, weights, Path(runs))
 
 
 class ModelSettings(Protocol):
@@ -193,7 +201,7 @@ class ModelSettings(Protocol):
     def seed(self) -> int: ...
 
 
-def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.Sequential:
+def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> Any:
     """Build the network cfg.model and load the initial weights that cfg.initial.weights refers to.
 
     `shape` is the shape of one image: [H, W] or [C, H, W]. If cfg.dropout exists and is not 0, a SampleDropout layer is
@@ -202,45 +210,3 @@ def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> nn.S
     model = networks.build_network(cfg.model, shape, classes)
     load_initial_weights(model, cfg.initial.weights, cfg.runs)
     return add_dropout(model, getattr(cfg, "dropout", 0.0), cfg.seed)
-
-
-def read_weights(text: str, runs: Path) -> Mapping[str, Any]:
-    """Return the state dict that the setting `weights` refers to.
-
-    `text` is a run, a checkpoint folder, a safetensors file, or a file written by torch.save. Raises UserError if the
-    file or folder does not exist or cannot be read.
-    """
-    path = find_initial_weights(text, runs)
-    if (path / "config.yaml").is_file():  # `path` is the folder of a run
-        _, tensors = read_model(RunFolder(path.absolute()))
-        return tensors
-    if path.is_dir():
-        return read_model_of_checkpoint(path, text)
-    if path.suffix == ".safetensors":
-        return read_safetensors(path)
-    problem = f"weights={text}: not a state dict"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 (torch raises many types of errors, and their messages recommend unsafe loading)
-        raise UserError(f"{problem}: expected a file written by torch.save that contains only tensors") from None
-    if not isinstance(state, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise UserError(f"{problem}: expected a mapping from names to tensors")
-    return state
-
-
-def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
-    """Return the state dict of the full model in a checkpoint folder.
-
-    `path` is a folder such as runs/<id>/attempts/0001/checkpoints/step-00000100. Raises UserError if the folder is not
-    a valid checkpoint. `text` is the setting `weights`, for error messages.
-    """
-    try:
-        path = path.absolute()
-        attempt_number = int(path.parents[1].name)
-        step = int(path.name.removeprefix("step-"))
-        attempt = RunFolder(path.parents[3], attempt_number)
-        return rank_file.read_full_model(CheckpointPath(attempt, step))
-    except (ValueError, IndexError):
-        raise UserError(f"weights={text} must be a run folder or a checkpoint folder inside a run folder") from None
-    except InvalidCheckpoint as reason:
-        raise UserError(f"weights={text}: invalid checkpoint: {reason}") from None

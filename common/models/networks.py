@@ -8,8 +8,7 @@ arguments from which an identical network can be built.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.checkpoint.state_dicts import strip_wrapper_prefix
+from common.config.lookup import import_object
 from common.system.errors import UserError
 
 Recipe = dict[str, Any]
@@ -237,15 +236,6 @@ RESNETS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] 
 """Type of the residual blocks and number of blocks in each of the four groups, by model name."""
 MIN_IMAGENET_PIXELS = 64
 """Minimum height or width of images for which a ResNet has the ImageNet stem."""
-SIZE_REMEDY = (
-    f"the first convolution of a ResNet is 7x7 for images of at least {MIN_IMAGENET_PIXELS} pixels, and 3x3 for "
-    "smaller images; change data.image_size"
-)
-RESNET18_REMEDY = (
-    "in this experiment, the first convolution of resnet18 is always 3x3; "
-    "use model=resnet50, or an experiment whose resnet18 adapts to the size of the images"
-)
-OTHER_REMEDY = "use the same number of classes and color channels and the same width as the model in the file"
 
 
 class ResNet(nn.Sequential):
@@ -296,8 +286,13 @@ class ResNet18(ResNet):
         self.recipe = make_recipe("ResNet18", shape=list(shape), classes=classes)
 
 
-def build_network(name: str, shape: Sequence[int], classes: int) -> nn.Sequential:
-    """Build the network `name` for images of shape [H, W] or [C, H, W]."""
+def build_network(name: str, shape: Sequence[int], classes: int) -> Any:
+    """Build the network `name` for images of shape [H, W] or [C, H, W].
+
+    The network is an nn.Sequential. A custom network FILE.py:Class may be any nn.Module.
+    """
+    if ":" in name:
+        return import_object("common.models.custom_network:build_custom_network")(name, shape, classes)
     if name == "mlp":
         return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
@@ -311,42 +306,8 @@ KINDS: dict[str, Callable[..., nn.Sequential]] = {
 }
 
 
-def convert_parameter_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict with tensors renamed as in the networks of common/models/networks.py.
-
-    torchvision prefixes such as "layer1.0." become "layer1_0.", and DistributedDataParallel's prefix "module." is
-    removed.
-    """
-    unwrapped = strip_wrapper_prefix(state)
-    return {re.sub(r"^layer(\d)\.(\d+)\.", r"layer\1_\2.", name): tensor for name, tensor in unwrapped.items()}
-
-
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], file: str) -> None:
-    """Copy the tensors `weights` of a state dict into a model.
-
-    If the state dict lacks BatchNorm's buffer num_batches_tracked, as in old versions of PyTorch, the model keeps its
-    own value of the buffer. Raises UserError if the state dict does not match the model; `file` is the file name in the
-    error message.
-    """
-    expected = model.state_dict()
-    state = {name: tensor for name, tensor in expected.items() if name.endswith(".num_batches_tracked")}
-    state |= convert_parameter_names(weights)
-    missing = expected.keys() - state.keys()
-    unexpected = state.keys() - expected.keys()
-
-    for problem, names in (("missing", missing), ("unexpected", unexpected)):
-        if names:
-            raise UserError(
-                f"weights={file}: {problem} tensor {min(names)} ({len(names)} in total); the file is from another model"
-            )
-
-    for name, tensor in expected.items():
-        shape = state[name].shape
-        if shape == tensor.shape:
-            continue
-        remedy = OTHER_REMEDY
-        if name == "conv1.weight" and shape[2:] != tensor.shape[2:]:
-            remedy = RESNET18_REMEDY if isinstance(model, ResNet18) else SIZE_REMEDY
-        raise UserError(f"weights={file}: {name} has shape {tuple(shape)}, expected {tuple(tensor.shape)}; {remedy}")
-
-    model.load_state_dict(state)
+def list_saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model by name. A shared parameter has only its first name."""
+    state = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+    return dict(model.named_parameters()) | buffers

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from common.system import seeds
+from common.system.errors import UserError
+
+N = TypeVar("N", bound=nn.Module)
 
 
 class SampleDropout(nn.Module):
@@ -78,12 +82,16 @@ class SampleDropout(nn.Module):
         return f"rate={self.rate}"
 
 
-def add_dropout(network: nn.Sequential, rate: float, seed: int) -> nn.Sequential:
+def add_dropout(network: N, rate: float, seed: int) -> N:
     """Insert a dropout layer before the last layer of a network, and return the network.
 
-    The names of all parameters stay the same. If `rate` is 0, the network is returned unchanged.
+    The names of all parameters stay the same. If `rate` is 0, the network is returned unchanged. Raises UserError if
+    the network is not an nn.Sequential.
     """
     if rate:
+        if not isinstance(network, nn.Sequential):
+            problem = f"dropout={rate:g} needs a network that is an nn.Sequential"
+            raise UserError(f"{problem}; omit dropout, and add dropout layers in the custom network")
         # Children of nn.Sequential run in the order in which they were added.
         name, last_layer = list(network.named_children())[-1]
         delattr(network, name)

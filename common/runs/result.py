@@ -5,7 +5,8 @@ state          finished, failed, cancelled or preempted; stored together with ex
 reason         why the run did not finish, as text for the user; stored together with last_step
 cause          why a run failed, as a `Cause`; results of older versions contain no cause
 data           name of the data set that was actually used
-scores         values of the last evaluation: test_loss (mean over samples), test_accuracy (0 to 1), test_samples
+scores         values of the last evaluation: test_loss (mean over samples), test_samples and, if the targets are class
+               labels, test_accuracy (0 to 1)
 timings        samples_per_second and step_seconds (means), excluding the first steps and evaluations
 memory         peak memory in bytes by rank, or by device if one rank uses several devices
 outcome        values of the technique that depend only on the training; a rerun reproduces these values exactly

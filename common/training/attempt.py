@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.checkpoint import extension, storage
 from common.config import changed_settings, config, custom_code
@@ -39,8 +39,9 @@ from common.system.errors import (
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE, get_exit_status
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count
-from common.training import custom_optimizer
 from configs.shared import Experiment, TrainingExperiment
+
+T = TypeVar("T", bound=Experiment)
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,6 @@ class Attempt:
             provenance.copy_source(self.folder)
             self.prepared.copy_user_data_file(code)
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
-        provenance.copy_custom_files(cfg, code)
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()
 
@@ -175,18 +175,18 @@ class Attempt:
     def check_custom_optimizer(self, cfg: Experiment, *, is_joining: bool) -> None:
         """Check the custom optimizer of the run, if any, before the first step.
 
-        After the check, this rank uses the copies of custom files in the run folder. In a new run, the original file is
-        checked instead of the copy, so that error messages name the original file. Raises UserError if a check fails.
+        In a new run, the original file is checked instead of the copy in the run folder, so that error messages name
+        the original file. Raises UserError if a check fails.
         """
-        if not isinstance(cfg, TrainingExperiment):  # a pure measurement has no optimizer
-            return
-        run_optim = custom_code.use_file_copies(cfg.optim, self.folder.path / "code")
-        if ":" in cfg.optim.name:
+        if isinstance(cfg, TrainingExperiment) and ":" in cfg.optim.name:
             from common.training import optimizer_contract  # imported here because other runs do not need it
 
             uses_original = self.is_new and not is_joining
-            optimizer_contract.check_optimizer(cfg.optim if uses_original else run_optim)
-        custom_optimizer.register_file_copies(cfg.optim, run_optim)
+            optimizer_contract.check_optimizer((cfg if uses_original else self.use_file_copies(cfg)).optim)
+
+    def use_file_copies(self, cfg: T) -> T:
+        """Return settings that refer to the copies of custom files in the run folder."""
+        return custom_code.use_file_copies(cfg, self.folder.path / "code")
 
     def record_end(self, outcome: TrainingOutcome, cfg: Experiment, *, submitted: bool) -> None:
         """Record how the attempt ended, and print the command that resumes the run.
@@ -278,6 +278,7 @@ def set_up_run(cfg: Experiment, fallback: bool) -> tuple[RunFolder, PreparedData
     folder = RunFolder.create(Path(cfg.runs), name, config.format_yaml(cfg))
     try:
         record_resolved_settings(folder.path, prepare.list_replaced_settings(cfg, prepared))
+        provenance.copy_custom_files(cfg, folder.path / "code")  # before a rank reads the copies
         folder = claims.claim_next_attempt(folder)
     except UserError:
         shutil.rmtree(folder.path, ignore_errors=True)
@@ -299,6 +300,7 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
     warn_of_damaged_metrics(run_to_resume)
     was_finished = run_to_resume.result.get("state") == "finished"
     folder = claims.claim_next_attempt(run_to_resume)
+    provenance.copy_custom_files(cfg, folder.path / "code")
     changed = config.find_changes(run_to_resume.path, cfg)
     if changed:
         write_json(folder.attempt_folder / changed_settings.CHANGES_FILE, changed)

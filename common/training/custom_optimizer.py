@@ -19,8 +19,6 @@ from configs.shared import DECAYS, OPTIMIZERS, Optim, TrainingExperiment
 
 BUILTIN_NAMES = {"name": ", ".join(OPTIMIZERS), "decay": ", ".join(DECAYS)}
 KINDS = {"name": "optimizer", "decay": "decay"}  # for each `optim` setting, the kind of object that its file defines
-FILES_OF_RUN: dict[str, str] = {}
-"""Map from `FILE.py:NAME` in a setting to `COPY.py:NAME`, where COPY.py is the copy of FILE.py in the run folder."""
 DECAY_USAGE = "function(step, total) must return a finite number >= 0, by which the peak learning rate is multiplied"
 
 
@@ -45,12 +43,6 @@ def check_custom_optimizer(optim: Optim) -> None:
             compute_custom_decay(optim.decay, step, 100)
 
 
-def register_file_copies(optim: Optim, run_optim: Optim) -> None:
-    """Make this process use the custom files of `run_optim` instead of those of `optim`."""
-    FILES_OF_RUN[optim.name] = run_optim.name
-    FILES_OF_RUN[optim.decay] = run_optim.decay
-
-
 @functools.cache
 def load_decay_function(value: str) -> Callable[[int, int], Any]:
     """Load the function given by optim.decay=FILE.py:function, once per process.
@@ -66,7 +58,6 @@ def compute_custom_decay(value: str, step: int, total: int) -> float:
     `step` is counted from 0 after the warm-up; `total` is the number of steps after the warm-up. Raises UserError if
     the user's function fails or returns an invalid factor.
     """
-    value = FILES_OF_RUN.get(value, value)
     function = load_decay_function(value)
     with convert_errors_of_user_file("optim.decay", value, function, DECAY_USAGE):
         factor = float(function(step, total))

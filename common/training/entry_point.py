@@ -355,16 +355,17 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
         host_checks.check_hosts(world, attempt.folder.path, mixed=cfg.launch.mixed)
     cfg = initial_weights.omit_weights_on_resume(cfg, attempt.folder)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
-    run = Run(cfg, attempt.folder, ranks, attempt.prepared, stop)
+    run_cfg = attempt.use_file_copies(cfg)
+    run = Run(run_cfg, attempt.folder, ranks, attempt.prepared, stop)
     try:
         # The launcher sends a signal after another rank has failed. Outside this block, the signal hides no error.
         with stop.interruptible(run.can_stop_immediately):
             attempt.check_custom_optimizer(cfg, is_joining=world.is_joining)
             setup = backend_setup.import_backend_setup(world.backend)
             if setup is not None:
-                setup.set_all_reduce_algorithm(cfg.launch, attempt.folder.path, world)
+                setup.set_all_reduce_algorithm(run_cfg.launch, attempt.folder.path, world)
             with ignore_successful_exit():
-                main(cfg, run)
+                main(run_cfg, run)
         if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")
     except (RuntimeError, RankTimeoutError, BlockingIOError) as raised:  # BlockingIOError: os.fork failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
@@ -10,10 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.data.loader import Images
+from common.data.samples import Images
 from common.ranks.averaging import average_buffers
 from common.ranks.rendezvous import World
 from common.training.run_context import RunContext
+from common.training.run_data import choose_loss
+from configs.shared import TrainingExperiment
 
 Predict = Callable[[Tensor | None, int], Tensor | None]
 
@@ -58,7 +61,7 @@ def slice_shard(count: int, size: int, rank: int, ranks: int) -> Iterable[slice]
 def score_test_set(
     predict: Predict, run: RunContext, *, inputs: bool = True, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, float]:
-    """Return the mean loss and the accuracy over all test samples, identical on every rank.
+    """Return the mean loss and, for class labels, the accuracy over all test samples, identical on every rank.
 
     `predict(x, n)` receives inputs [n, ...], or None if `inputs` is False. `predict` returns logits [n, classes] on
     the ranks that have logits, and None on all other ranks. `shard` (r, n) selects the r-th of n shards of the samples;
@@ -75,6 +78,7 @@ def score_test_set(
         predict,
         run.test_set,
         run.device,
+        loss=choose_test_loss(run.training_cfg, run.test_set),
         batch=run.training_cfg.eval_batch,
         dtype=run.dtype,
         inputs=inputs,
@@ -112,12 +116,19 @@ def score_stages(model: StagedModel, run: RunContext, peers: World | None = None
     return score_test_set(model.predict, run, inputs=model.has_first_stage, shard=shard)
 
 
+def choose_test_loss(cfg: TrainingExperiment, test: Images) -> Callable[..., Tensor]:
+    """Return the loss of an evaluation: the training loss, or cross-entropy if training draws targets for classes."""
+    draws_targets = test.has_labels and cfg.loss == "mse"
+    return F.cross_entropy if draws_targets else choose_loss(cfg)
+
+
 @torch.no_grad()
 def sum_scores(
     predict: Predict,
     test: Images,
     device: torch.device,
     *,
+    loss: Callable[..., Tensor] = F.cross_entropy,
     batch: int,
     dtype: torch.dtype,
     inputs: bool = True,
@@ -126,7 +137,8 @@ def sum_scores(
 ) -> Tensor:
     """Return one rank's sums of losses, correct predictions, and samples, as a float64 tensor [3].
 
-    The parameters have the same meaning as in `score_test_set`. No process group is needed. After each batch,
+    The number of correct predictions is NaN unless the targets are class labels and the outputs have the shape [n,
+    classes]. The parameters have the same meaning as in `score_test_set`. No process group is needed. After each batch,
     `after_batch(done, total)` is called: `done` is an estimate of the number of samples that all ranks have evaluated,
     and `total` is the number of test samples.
     """
@@ -138,19 +150,21 @@ def sum_scores(
         x = test.load_inputs(samples, device, dtype) if inputs else None
         logits = predict(x, samples.stop - samples.start)
         if logits is not None:
-            y = test.load_targets(samples, device)
+            y = test.load_targets(samples, device, dtype)
             # Autocast returns low-precision logits. In bf16, a sum of a thousand losses would be rounded to an integer.
-            sums[0] += F.cross_entropy(logits.to(dtype), y, reduction="sum")
-            sums[1] += (logits.argmax(1) == y).sum()
+            sums[0] += loss(logits.to(dtype), y, reduction="sum")
+            has_classes = test.has_labels and logits.dim() == 2 and logits.shape[1] >= test.outputs
+            sums[1] += (logits.argmax(1) == y).sum() if has_classes else math.nan
             sums[2] += len(y)
         after_batch(count * number // len(slices), count)
     return sums
 
 
 def compute_scores(sums: Tensor) -> dict[str, float]:
-    """Compute the mean loss and the accuracy from the sums that `sum_scores` returns."""
+    """Compute the mean loss and, if known, the accuracy from the sums that `sum_scores` returns."""
     loss, correct, count = sums.tolist()
-    return {"test_loss": loss / count, "test_accuracy": correct / count, "test_samples": int(count)}
+    accuracy = {} if math.isnan(correct) else {"test_accuracy": correct / count}
+    return {"test_loss": loss / count, **accuracy, "test_samples": int(count)}
 
 
 def measure_accuracy(model: nn.Module, test: Images, device: torch.device, *, batch: int, dtype: torch.dtype) -> float:

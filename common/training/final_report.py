@@ -97,12 +97,10 @@ def format_score_rows(run: RunContext) -> dict[str, str]:
         if seconds:
             step_time = f"{seconds * 1e3:.2f} ms per step, excluding the first steps and evaluation"
             throughput = f"{run.compute_samples_per_second():,.0f} samples/s  ({step_time})"
-        rows = {
-            "data": f"{run.prepared.name}, {scores['test_samples']} test samples",
-            "test accuracy": f"{scores['test_accuracy']:.2%}",
-            "test loss": f"{scores['test_loss']:.4f}",
-            "throughput": throughput,
-        }
+        rows["data"] = f"{run.prepared.name}, {scores['test_samples']} test samples"
+        if "test_accuracy" in scores:
+            rows["test accuracy"] = f"{scores['test_accuracy']:.2%}"
+        rows |= {"test loss": f"{scores['test_loss']:.4f}", "throughput": throughput}
     hosts = ", ".join(sorted(set(world.hosts)))
     threads = format_count(world.threads, "thread")
     rows["ranks"] = f"{world.size} on {hosts} (device {world.device.type}, {threads} per rank)"
@@ -147,7 +145,7 @@ def save_trained_model(run: RunContext) -> None:
         "device": run.device.type,
         "epoch_steps": state.loader.steps,
         "data": run.prepared.name,
-        "class_names": list_class_names(run.prepared, run.classes),
+        "class_names": list_class_names(run.prepared, run.outputs) if run.train_set.has_labels else None,
         "shape": shape,
         "preprocessing": describe_preprocessing(run.prepared, shape),
         "dtype": cfg.dtype,

@@ -55,7 +55,7 @@ class Step:
 
     @property
     def y(self) -> Any:
-        """Targets [N] of this rank's N samples, or None on ranks without targets."""
+        """Targets [N, ...] of this rank's N samples, or None on ranks without targets."""
         return self.batch[1]
 
     @property
@@ -182,8 +182,8 @@ def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evalu
     scores = evaluate_epoch(run, state, evaluate)
     if scores:
         epochs = run.step / state.loader.steps
-        text = f"test_loss {scores['test_loss']:.4f}  test_accuracy {scores['test_accuracy']:.2%}"
-        run.log_message(f"epoch {epochs:.3g}  step {run.step}  {text}")
+        accuracy = f"  test_accuracy {scores['test_accuracy']:.2%}" if "test_accuracy" in scores else ""
+        run.log_message(f"epoch {epochs:.3g}  step {run.step}  test_loss {scores['test_loss']:.4f}{accuracy}")
     if run.step < run.total:
         return
 

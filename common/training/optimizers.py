@@ -80,9 +80,8 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
     Raises UserError with the file and line if the class cannot be constructed, or if the class does not accept
     weight_decay although optim.weight_decay is set.
     """
-    value = custom_optimizer.FILES_OF_RUN.get(cfg.name, cfg.name)
-    kind = load_function("optim.name", value, custom_optimizer.BUILTIN_NAMES["name"], "Class")
-    with convert_errors_of_user_file("optim.name", value, vars(kind).get("__init__"), CLASS_USAGE):
+    kind = load_function("optim.name", cfg.name, custom_optimizer.BUILTIN_NAMES["name"], "Class")
+    with convert_errors_of_user_file("optim.name", cfg.name, vars(kind).get("__init__"), CLASS_USAGE):
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise TypeError("the class is not a subclass of torch.optim.Optimizer")
         accepted = inspect.signature(kind).parameters

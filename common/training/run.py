@@ -90,7 +90,7 @@ class Run(RunContext):
         loop must be inside `with step:`.
 
         `evaluate` replaces the evaluation of the registered model. It is called with all parts of the model in eval
-        mode, and must return a dict with test_loss, test_accuracy, and test_samples, or an empty dict.
+        mode, and must return a dict with test_loss, test_samples and, if known, test_accuracy, or an empty dict.
 
         If any rank has received a stop request, all ranks save a checkpoint and raise StopRequested. Raises UserError
         if the loss is NaN or infinite, and RuntimeError if a loop over the steps was started before.

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.checkpoint.stop_request import StopRequest
-from common.data.loader import Images, Loader, draw_sample_order
+from common.config.lookup import import_object
+from common.data.loader import Loader, draw_sample_order
 from common.data.prepare import PreparedDataset
+from common.data.samples import Images, open_samples
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from configs.shared import Experiment, TrainingExperiment
+
+
+def choose_loss(cfg: TrainingExperiment) -> Callable[..., Tensor]:
+    """Return the loss of a config, with the arguments of a loss in torch.nn.functional."""
+    if cfg.loss == "cross_entropy":
+        return F.cross_entropy
+    loss: Callable[..., Tensor] = import_object("common.training.losses:build_loss")(cfg.loss)
+    return loss
 
 
 class RunData:
@@ -46,12 +57,12 @@ class RunData:
     @cached_property
     def train_set(self) -> Images:
         """Training samples; only the first `data.train_limit` samples if this setting is not 0."""
-        return Images(self.prepared, "train", self.training_cfg.data.train_limit)
+        return open_samples(self.prepared, "train", self.training_cfg.data.train_limit)
 
     @cached_property
     def test_set(self) -> Images:
         """Test samples; only the first `data.test_limit` samples if this setting is not 0."""
-        return Images(self.prepared, "test", self.training_cfg.data.test_limit)
+        return open_samples(self.prepared, "test", self.training_cfg.data.test_limit)
 
     @property
     def sample_shape(self) -> torch.Size:
@@ -59,9 +70,17 @@ class RunData:
         return self.train_set.shape
 
     @property
-    def classes(self) -> int:
-        """Number of classes in the data set."""
-        return self.train_set.class_count
+    def outputs(self) -> int:
+        """Number of outputs of the network: the number of classes, or the number of values in a float target."""
+        return self.train_set.outputs
+
+    @cached_property
+    def loss(self) -> Callable[..., Tensor]:
+        """Loss of the setting `loss`, with the arguments of a loss in torch.nn.functional.
+
+        `run.loss(outputs, targets)` is the mean over the samples, and `reduction="sum"` requests the sum.
+        """
+        return choose_loss(self.training_cfg)
 
     @property
     def device(self) -> torch.device:
@@ -133,4 +152,4 @@ class RunData:
         for batch in batches[:count]:
             samples = batch.view(ranks, -1)[rank]
             inputs = self.train_set.load_inputs(samples, self.device, self.dtype)
-            yield inputs, self.train_set.load_targets(samples, self.device)
+            yield inputs, self.train_set.load_targets(samples, self.device, self.dtype)

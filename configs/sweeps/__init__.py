@@ -100,7 +100,7 @@ def average_rows(rows: Sequence[RunRow], by: Sequence[str], value: str) -> dict[
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
         key = tuple(row["cell"].get(name) for name in by)
-        number = math.nan if row[value] is None else float(row[value])
+        number = math.nan if row.get(value) is None else float(row[value])
         groups.setdefault(key, []).append(number)
     averages = {}
     for key, numbers in groups.items():

@@ -30,12 +30,15 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
     """Plot the test error against the share of remaining weights, and report medians."""
-    dense_accuracies = {row["cell"]["seed"]: row["test_accuracy"] for row in rows if "criterion" not in row["cell"]}
+    accuracies = [row.get("test_accuracy", math.nan) for row in rows]  # a regression has no accuracy
+    dense_accuracies = {}
+    for row, accuracy in zip(rows, accuracies, strict=True):
+        if "criterion" not in row["cell"]:
+            dense_accuracies[row["cell"]["seed"]] = accuracy
     groups: dict[str, list[RunRow]] = {}
     pruned = []
-    for row in rows:
+    for row, accuracy in zip(rows, accuracies, strict=True):
         cell = row["cell"]
-        accuracy = row["test_accuracy"]
         row["error"] = 100 * (1 - accuracy)
         row["left"] = 100 * row["nonzero"] / row["weights"]  # percentage of remaining weights
         # percentage points below the dense model that was trained with the same seed

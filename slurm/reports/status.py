@@ -194,8 +194,11 @@ def read_final_state(content: dict[str, Any]) -> tuple[str, str]:
     format_problem = results.describe_unknown_format(content)
     if state not in FINAL_STATES:
         return "FAILED", format_problem or "result.json does not contain a known state"
-    accuracy = results.parse_result(content).find_number("test_accuracy")
-    detail = str(content.get("reason") or "") if accuracy is None else f"accuracy {accuracy:.2%}"
+    result = results.parse_result(content)
+    detail = str(content.get("reason") or "")
+    for name, form in (("test_loss", "test loss {:.4g}"), ("test_accuracy", "accuracy {:.2%}")):
+        score = result.find_number(name)
+        detail = detail if score is None else form.format(score)
     return state, format_problem or detail
 
 

@@ -12,12 +12,11 @@ import contextlib
 import functools
 import math
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.config import changed_settings, config
+from common.config import changed_settings, config, custom_code
 from common.config.command_line import parse_command_line
 from common.data import prepare
 from common.runs import provenance
@@ -31,7 +30,7 @@ from slurm.reports import selection
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from common.data.loader import Images
+    from common.data.samples import Images
     from common.training.evaluate import Predict
 
 EXIT_DIFFERENT = 3  # exit status of `evaluate` if the scores differ from the scores recorded by the run
@@ -66,7 +65,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     schema = config.import_schema(folder.experiment)
     if not issubclass(schema, TrainingExperiment):
         raise UserError(f"{folder.path.name}: {folder.experiment} does not train a model; use another run")
-    cfg = config.build_config(schema, [run_settings, changes])
+    cfg = custom_code.use_file_copies(config.build_config(schema, [run_settings, changes]), folder.path / "code")
     for key in changes:
         if key not in EFFECTIVE_KEYS and not key.startswith("log."):
             raise UserError(f"ARGS: {key} has no effect on an evaluation; use {', '.join(EFFECTIVE_KEYS)} or log.*")
@@ -76,14 +75,14 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     data = prepare.prepare_dataset(cfg.data, fallback=False, log=cfg.log, code=source)
     import torch
 
-    from common.data import loader
+    from common.data import samples
     from common.models import model_file
 
     facts, model = model_file.load_model(folder)
-    test_set = loader.Images(data, "test", cfg.data.test_limit)
+    test_set = samples.open_samples(data, "test", cfg.data.test_limit)
     if list(test_set.shape) != facts["shape"]:
         raise UserError(
-            f"the model takes images of shape {facts['shape']}, but {data.name} has shape {list(test_set.shape)}; "
+            f"the model takes inputs of shape {facts['shape']}, but {data.name} has shape {list(test_set.shape)}; "
             "use the data that the model was trained on, or other data of this shape"
         )
 
@@ -119,7 +118,7 @@ def compute_test_scores(
     """
     import torch
 
-    from common.training.evaluate import compute_scores, sum_scores
+    from common.training.evaluate import choose_test_loss, compute_scores, sum_scores
 
     screen = ProgressDisplay(cfg.log, silent=False)
 
@@ -130,7 +129,8 @@ def compute_test_scores(
     sums = []
     with contextlib.closing(screen):
         show_progress(0, 0, len(test_set))
-        measure = functools.partial(sum_scores, predict, test_set, device, batch=cfg.eval_batch, dtype=dtype)
+        loss = choose_test_loss(cfg, test_set)
+        measure = functools.partial(sum_scores, predict, test_set, device, loss=loss, batch=cfg.eval_batch, dtype=dtype)
         for shard in range(shards):
             sums.append(measure(shard=(shard, shards), after_batch=functools.partial(show_progress, shard)))
     return compute_scores(torch.stack(sums).sum(0))
@@ -177,7 +177,8 @@ def has_same_samples(folder: RunFolder, test_limit: str | None, cfg: Any, data: 
     checksums = (provenance.read_metadata(folder).get("data") or {}).get("sha256") or {}
     if str(cfg.data.test_limit) != test_limit:
         return False
-    return all(checksums.get(part) == data.sha256[part] for part in ("test_images", "test_labels"))
+    parts = [part for part in data.sha256 if not part.startswith("train")]
+    return all(checksums.get(part) == data.sha256[part] for part in parts)
 
 
 def print_score_comparison(scores: dict[str, float], expected: dict[str, float], tolerance: float) -> int:
@@ -186,21 +187,22 @@ def print_score_comparison(scores: dict[str, float], expected: dict[str, float],
     `expected` contains the scores recorded by the run, or is empty if the run used different samples.
     """
     count = int(scores["test_samples"])
-    correct = round(scores["test_accuracy"] * count)
     loss = scores["test_loss"]
-    accuracy = f"correct     {correct} of {count} ({correct / count:.2%})"
+    correct = None
+    if "test_accuracy" in scores:
+        correct = round(scores["test_accuracy"] * count)
+        recorded = f"; recorded by the run: {round(expected['test_accuracy'] * count)}" if expected else ""
+        print(f"correct     {correct} of {count} ({correct / count:.2%}){recorded}")
     if not expected:
-        print(accuracy)
         print(f"test loss   {loss:.10g}")
         print("            not compared: the run was evaluated on other samples, or did not record its samples")
         return 0
 
-    expected_correct = round(expected["test_accuracy"] * count)
+    expected_correct = None if correct is None else round(expected["test_accuracy"] * count)
     expected_loss = expected["test_loss"]
     difference = math.inf
     if math.isfinite(expected_loss):
         difference = abs(loss - expected_loss) / max(abs(expected_loss), 1e-300)
-    print(f"{accuracy}; recorded by the run: {expected_correct}")
     print(f"test loss   {loss:.10g}; recorded by the run: {expected_loss:.10g}; relative difference: {difference:.2g}")
     if math.isinf(tolerance) or (correct == expected_correct and difference <= tolerance):
         return 0
@@ -255,7 +257,9 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
     try:
         with convert_disk_errors(path):
             outputs = exporting.WRITERS[form](model, x, draft)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001 (torch.export raises many types of errors for custom networks)
         raise UserError(
             f"this model cannot be exported as {form}: {summarize_error(error)}; use FORMAT=safetensors"
         ) from None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from common.data import loader as data
 from common.data import prepare
+from common.data.samples import Images
 from common.models import networks
 from common.ranks.rendezvous import World
 from common.system import seeds
@@ -113,9 +114,9 @@ def data_parallel_team(scratch: Path, cfg: Any, window: int = 1, bf16: bool = Fa
 
 def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any, window: int, bf16: bool) -> Side:
     """The same training as the script's, written with a library."""
-    images = data.Images(prepared, "train")
+    images = Images(prepared, "train")
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-    model = networks.build_network(cfg.model, images.shape, images.class_count).train()
+    model = networks.build_network(cfg.model, images.shape, images.outputs).train()
     rate = learning_rate.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
     step = LIBRARIES[name](model, optimizer, window, bf16)

@@ -25,6 +25,7 @@ from common.config import config
 from common.config.config import ROOT
 from common.data import loader as data
 from common.data import prepare
+from common.data.samples import Images
 from common.models.networks import SimpleNN
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
@@ -160,7 +161,7 @@ def width_table(samples: Samples) -> Table:
 # ---- loops and loaders
 
 
-def loader_of(images: data.Images, cfg: Config) -> data.Loader:
+def loader_of(images: Images, cfg: Config) -> data.Loader:
     return data.Loader(images, cfg.batch, cfg.seed, torch.device("cpu"), torch.float32, block=cfg.data.block)
 
 
@@ -220,7 +221,7 @@ def loop_sides(scratch: Path) -> list[Team | Task]:
 
     def sides(world: World) -> dict[str, Side]:
         cfg = load_unsplit_config()
-        images = data.Images(prepared, "train")
+        images = Images(prepared, "train")
         expected: list[float] = []
 
         def make_side(name: str, peer: peers.Peer) -> Side:
@@ -251,7 +252,7 @@ def loop_table(samples: Samples) -> Table:
 class PilImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """Samples as torchvision.datasets.MNIST gives them: a PIL image each, then the transforms."""
 
-    def __init__(self, images: data.Images) -> None:
+    def __init__(self, images: Images) -> None:
         from torchvision import transforms
 
         self.images = images.images
@@ -277,7 +278,7 @@ def loader_sides(scratch: Path) -> list[Team]:
 
     def sides(world: World) -> dict[str, Side]:
         cfg = load_unsplit_config()
-        images = data.Images(prepared, "train")
+        images = Images(prepared, "train")
         order = data.draw_sample_order(len(images), cfg.seed, 0)[: LOADER_STEPS * cfg.batch].tolist()
 
         def make_data_loader(workers: int) -> Any:

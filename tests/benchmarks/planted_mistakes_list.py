@@ -257,8 +257,8 @@ EXPERIMENT_MISTAKES = [
     Mistake(
         "unequal-shares-count-alike",  # in the last, ragged batch
         "experiments/resnet_dataparallel.py",
-        'F.cross_entropy(forward(step.x), step.y, reduction="sum") / step.mean_shard',
-        "F.cross_entropy(forward(step.x), step.y)",
+        'run.loss(forward(step.x), step.y, reduction="sum") / step.mean_shard',
+        "run.loss(forward(step.x), step.y)",
     ),
 ]
 MISTAKES = [*COMMON_MISTAKES, *SLURM_MISTAKES, *EXPERIMENT_MISTAKES]

@@ -22,6 +22,7 @@ from common.config import config
 from common.data import loader as data
 from common.data import prepare
 from common.data.prepare import PreparedDataset
+from common.data.samples import Images
 from common.measure import plots
 from common.models import networks
 from common.ranks.rendezvous import World
@@ -150,7 +151,7 @@ PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
 def bare_sides(cfg: Config, prepared: PreparedDataset, world: World) -> dict[str, Side]:
     """Bare loops without and with the library's reparametrization."""
-    images = data.Images(prepared, "train")
+    images = Images(prepared, "train")
     loader = data.Loader(images, cfg.batch, cfg.seed, world.device, torch.float32, block=cfg.data.block)
 
     def make_side(reparametrize: bool) -> Side:

@@ -15,7 +15,8 @@ import pytest
 from common.config import config
 from common.runs.folder import RunFolder, read_json
 from tests.harness.commands.processes import read_result_values, run_experiment, select_applicable_settings
-from tests.harness.experiments.registry import ENTRIES, Entry
+from tests.harness.custom_code.examples import write_example
+from tests.harness.experiments.registry import ENTRIES, REPLICATED_ENTRY, Entry
 from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, start_cluster, wait_on_cluster
 
 pytestmark = pytest.mark.timeout(300)
@@ -130,20 +131,25 @@ def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:
 
 
 def test_later_edits_do_not_change_a_submitted_run(site: Site) -> None:
-    files = [site.checkout / "experiments" / "mnist_pipeline.py", site.checkout / "common" / "training" / "evaluate.py"]
-    texts = [file.read_text() for file in files]
+    name = REPLICATED_ENTRY.name
+    network_file = write_example(site.folder, "residual.py")
+    loss_file = write_example(site.folder, "focal.py")
+    custom_code = (f"model={network_file}:ResidualNet", f"loss={loss_file}:focal_loss")
+    sources = [site.checkout / "experiments" / f"{name}.py", site.checkout / "common" / "training" / "evaluate.py"]
+    texts = [file.read_text() for file in sources]
     try:
         with site.occupy_hosts():
-            check_success(site.submit("mnist_pipeline", "edited", "steps=10"))
-            for file in files:
+            check_success(site.submit(name, "edited", "steps=10", *custom_code))
+            for file in (*sources, network_file, loss_file):
                 file.write_text("raise RuntimeError('edited after submission')\n")
             folder = site.get_only_run("edited")
             assert not folder.list_attempts(), "the run waits for the hosts"
         wait_on_cluster("the run has ended", lambda: folder.result)
     finally:
-        for file, text in zip(files, texts, strict=True):
+        for file, text in zip(sources, texts, strict=True):
             file.write_text(text)
     assert folder.result.get("state") == "finished"
+    assert read_json(folder.path / "model.json")["class"] == "ResidualNet"
 
 
 def test_a_run_is_submitted_from_inside_an_allocation(site: Site) -> None:

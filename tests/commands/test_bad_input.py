@@ -147,12 +147,23 @@ DATA = [
         prepare_folder=damaged(flip),
     ),
     BadInputCase(
-        "custom data function: floats",
+        "custom data function: integers",
         ("data.name={folder}/own.py:f",),
-        ("data.name={folder}/own.py:f: {folder}/own.py:2: the train images have dtype float64; return uint8",),
+        ("data.name={folder}/own.py:f: {folder}/own.py:2: the train inputs have dtype int64; return uint8",),
         prepare_folder=make_file_writer(
-            "own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8))] * 4\n"
+            "own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8), int)] * 4\n"
         ),
+    ),
+    BadInputCase(
+        "custom network: a wrong shape of outputs",
+        ("model={folder}/own.py:f",),
+        ("model={folder}/own.py:f: {folder}/own.py:3: for 8 samples, forward returned the shape [8, 28, 28]; loss=",),
+        prepare_folder=make_file_writer(
+            "own.py",
+            "from torch import nn\nclass f(nn.Linear):\n    def forward(self, x): return super().forward(x)\n"
+            "    def __init__(self, shape, outputs): super().__init__(shape[1], shape[1])\n",
+        ),
+        experiment="ddp_multinode",
     ),
     BadInputCase(
         "custom data function: vectors for convolutions",

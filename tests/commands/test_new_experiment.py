@@ -52,7 +52,7 @@ def test_a_new_experiment_changed_as_in_the_contributing_page_trains(tmp_path: P
     file = place / "experiments" / f"{OWN_NAME}.py"
     definition = "class MyMLP(torch.nn.Sequential):\n    pass\n\n\ndef main("
     text = file.read_text().replace("def main(", definition).replace("network = SimpleNN(", "network = MyMLP(SimpleNN(")
-    file.write_text(text.replace("classes=run.classes)", "classes=run.classes))"))
+    file.write_text(text.replace("classes=run.outputs)", "classes=run.outputs))"))
     script = [sys.executable, str(file), "data.name=digits", f"data.cache={cache}"]
     command = [*script, "data.test_limit=50", "steps=5", "noise=10"]
     completed = execution.execute_command(

@@ -187,7 +187,7 @@ def test_gradients_that_always_overflow_stop_the_run(tmp_path: Path, digits: Set
 def test_images_and_filters_have_the_requested_memory_format(channels_last: bool) -> None:
     cfg = Config(model="resnet18", channels_last=channels_last)
     cpu = torch.device("cpu")
-    run = cast(Any, SimpleNamespace(sample_shape=(3, 8, 8), classes=2, device=cpu, dtype=torch.float32))
+    run = cast(Any, SimpleNamespace(sample_shape=(3, 8, 8), outputs=2, device=cpu, dtype=torch.float32))
     filters = cast(torch.nn.Conv2d, amp_accum.build_model(cfg, run).get_submodule("layer1_0.conv1"))
     images = amp_accum.compute_outputs(cfg, torch.nn.Identity(), torch.zeros(2, 3, 8, 8))
     assert filters.weight.is_contiguous(memory_format=torch.channels_last) == channels_last

@@ -166,7 +166,7 @@ def test_the_toy_learns_the_same_in_two_stages_as_in_one(tmp_path: Path) -> None
 
 
 def test_the_loss_of_the_toy_is_the_squared_distance_from_random_targets() -> None:
-    run = cast(Any, SimpleNamespace(classes=5))
+    run = cast(Any, SimpleNamespace(outputs=5, train_set=SimpleNamespace(has_labels=True)))
     cfg = load_settings("model=toy", "data.name=vectors", "loss=mse")
     loss_function = resnet_modelparallel.build_loss(cfg, run)
     labels = torch.tensor([4, 0, 4])

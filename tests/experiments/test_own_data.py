@@ -1,4 +1,4 @@
-"""A run on a custom data set is trained, evaluated, and resumed after its file has changed."""
+"""A run with a custom network, loss and data set is trained, evaluated, and resumed after its files have changed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,33 @@ from tests.harness.experiments.registry import REPLICATED_ENTRY
 from tests.harness.runs.resuming import resume_run
 
 
-def test_a_run_learns_and_stores_the_data_set_of_the_contributing_page(tmp_path: Path) -> None:
+def test_a_run_learns_and_stores_the_examples_of_the_page(tmp_path: Path) -> None:
     file = write_example(tmp_path)
+    network_file = write_example(tmp_path, "residual.py")
+    loss_file = write_example(tmp_path, "focal.py")
     settings = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "steps=60", "log.progress=none")
+    custom_training = (f"model={network_file}:ResidualNet", f"loss={loss_file}:focal_loss")
     completed = run_experiment(
-        REPLICATED_ENTRY.name, *settings, *REPLICATED_ENTRY.smallest_settings, runs=tmp_path / "runs"
+        REPLICATED_ENTRY.name,
+        *settings,
+        *REPLICATED_ENTRY.smallest_settings,
+        *custom_training,
+        runs=tmp_path / "runs",
     )
     folder = completed.folder
     assert completed.result["data"] == f"{file}:load"
     assert completed.result["test_accuracy"] > 0.9
     facts = read_json(folder.path / "model.json")
     assert facts["class_names"] == ["0", "1", "2"]
+    assert facts["class"] == "ResidualNet"
+    assert facts["arguments"] == {"shape": [12, 12], "outputs": 3}
     assert facts["shape"] == [12, 12]
     assert completed.result["test_samples"] == 500
     assert (folder.path / "code/own/data.py").read_text() == file.read_text()
+    for changed_file in (file, network_file, loss_file):
+        changed_file.write_text("another file by now")
     evaluation = in_process_calls.call_verb("evaluate", "--", str(folder.path))
     assert "recorded by the run: " in evaluation.stdout, evaluation.stdout + evaluation.stderr
-    file.write_text("another file by now")
     shutil.rmtree(tmp_path / "sets")
     resumed = resume_run(REPLICATED_ENTRY, folder, "steps=70")
     assert "extending the run after step 60" in resumed.stdout, resumed.stderr

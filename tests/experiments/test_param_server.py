@@ -16,8 +16,9 @@ from common.api import build_optimizer
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.rank_file import read_full_model
 from common.config import config
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.data.prepare import prepare_dataset
+from common.data.samples import Images
 from common.models import networks
 from common.runs.folder import MODEL_FILE, RunFolder, read_json
 from common.system import seeds
@@ -65,7 +66,7 @@ def replay_run(folder: RunFolder, logs: Logs) -> Tensor:
     prepared = prepare_dataset(cfg.data)
     images = Images(prepared, "train", cfg.data.train_limit)
     state_dicts.seed_global_rngs(seeds.derive_seed(cfg.seed, "init"))
-    network = networks.build_network(cfg.model, images.shape, images.class_count)
+    network = networks.build_network(cfg.model, images.shape, images.outputs)
     loader = Loader.from_config(images, cfg, torch.device("cpu"))
     batches: list[tuple[Tensor, Tensor]] = []
     for _ in range(cfg.epochs):

@@ -116,7 +116,7 @@ def test_an_evaluation_on_other_samples_is_not_compared(
     assert progress_lines[:2] == ["0/100", "25/100"]
     assert progress_lines[-1] == "100/100", "the progress of both shards"
     completed = evaluate(folder, f"--args=data.name=generated data.samples=200 data.cache={cache}", status=2)
-    assert "the model takes images of shape [28, 28]" in completed.stderr
+    assert "the model takes inputs of shape [28, 28]" in completed.stderr
 
 
 DAMAGES = [

@@ -14,6 +14,7 @@ from torch.utils.data import DistributedSampler
 
 from common.data import loader as data
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from common.models.networks import SimpleNN
 from common.techniques.pipeline import partition, schedules
 from common.training.evaluate import slice_batches
@@ -157,7 +158,7 @@ def test_without_set_epoch_every_epoch_has_the_same_order(cache: Path) -> None:
     assert list(sampler) == first
     sampler.set_epoch(1)
     assert list(sampler) != first
-    images = data.Images(prepare_digits(cache), "train", limit=100)
+    images = Images(prepare_digits(cache), "train", limit=100)
     loader = data.Loader(images, 10, 0, torch.device("cpu"), torch.float32, shard=(0, 2))
     first_labels = torch.cat([y for _, y in loader])
     second_labels = torch.cat([y for _, y in loader])

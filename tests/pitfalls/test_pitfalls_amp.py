@@ -17,6 +17,7 @@ from torch import nn
 
 from common.data import loader
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from common.measure.memory import MemoryMeter
 from common.models.networks import SimpleNN
 from common.training import optimizers
@@ -49,7 +50,8 @@ def compute_gradient(cfg: AmpConfig, model: nn.Module, window: Any, scaler: Any 
     step: Any = SimpleNamespace(
         batch=window, mean_shard=len(window[0][1]), mark_backward=lambda: None, log=lambda **values: None
     )
-    amp_accum.accumulate_gradients(cfg, model, scaler or disabled, step, MemoryMeter(CPU))
+    run: Any = SimpleNamespace(loss=nn.functional.cross_entropy)
+    amp_accum.accumulate_gradients(cfg, run, model, scaler or disabled, step, MemoryMeter(CPU))
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -80,7 +82,7 @@ def test_a_step_every_n_batches_leaks_the_last_window_into_the_next_epoch(cache:
                 gradients_per_step.append(layer.weight.grad.item())  # each gradient is 1
                 layer.zero_grad()
     assert gradients_per_step == [4, 4, 6, 4], "two microbatches of the first epoch are used in the second epoch"
-    images = loader.Images(prepare_digits(cache), "train", limit=105)
+    images = Images(prepare_digits(cache), "train", limit=105)
     windows = loader.Loader(images, 10, 0, CPU, torch.float32, microbatches=4)
     for _ in range(2):
         assert [len(window) for window in windows] == [4, 4, 2]

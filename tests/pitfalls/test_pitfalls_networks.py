@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from common.data.loader import Images
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from common.models import model_file
 from common.models.networks import ConvNet
 from common.system.errors import UserError

@@ -1,39 +1,51 @@
-"""Runs with a custom optimizer and decay: trained, resumed after the files have changed, and refused."""
+"""Runs with custom code of all kinds: trained, resumed and repeated after the files have changed, and refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.harness.commands.processes import Settings, run_experiment
-from tests.harness.custom_code.examples import write_example
+from tests.harness.commands.processes import Settings, execute_verb, run_experiment
+from tests.harness.custom_code.examples import write_example, write_recordings
 from tests.harness.custom_code.optimizers import VIOLATIONS, write_optimizer
 from tests.harness.experiments.registry import REPLICATED_ENTRY
 from tests.harness.runs.resuming import check_resume
 
 
-def test_a_run_keeps_optimizer_and_decay_of_the_contributing_page(tmp_path: Path, quick: Settings) -> None:
-    optimizer_file = write_example(tmp_path, "lion.py")
-    decay_file = write_example(tmp_path, "halving.py")
-    custom_code = (f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve")
+def test_a_run_keeps_all_examples_of_the_page(tmp_path: Path, quick: Settings) -> None:
+    names = ("recordings.py", "halving.py", "focal.py", "residual.py", "lion.py")
+    data_file, decay_file, loss_file, network_file, optimizer_file = files = [
+        write_example(tmp_path, name) for name in names
+    ]
+    recordings = write_recordings(tmp_path / "recordings", 320)
+    custom_code = (
+        *(f"data.name={data_file}:load", f"data.root={recordings}", f"data.cache={tmp_path / 'sets'}"),
+        *("data.workers=1", f"model={network_file}:ResidualNet", f"loss={loss_file}:focal_loss"),
+        *(f"optim.name={optimizer_file}:Lion", "optim.lr=0.001", f"optim.decay={decay_file}:halve"),
+    )
     settings = (
         *quick,
-        *custom_code,
         "optim.decayed=matrices",
         "optim.weight_decay=0.1",
         *REPLICATED_ENTRY.make_rank_settings(2),
+        *custom_code,
     )
     completed = run_experiment(REPLICATED_ENTRY.name, *settings, runs=tmp_path / "runs")
     assert completed.losses[-1] < 0.9 * completed.losses[0]
-    # the copies in alphabetical order: first the decay, then the optimizer
-    decay_copy, optimizer_copy = sorted((completed.folder.path / "code" / "own").iterdir())
-    assert decay_copy.read_text() == decay_file.read_text()
-    assert optimizer_copy.read_text() == optimizer_file.read_text()
+    copies = sorted((completed.folder.path / "code" / "own").iterdir())
+    assert [copy.name.partition("-")[0] for copy in copies] == ["data.py", "decay", "loss", "model", "optimizer"]
+    for copy, file in zip(copies, files, strict=True):
+        assert copy.read_text() == file.read_text()
 
     config_text = (completed.folder.path / "config.yaml").read_text()
-    for file in (optimizer_file, decay_file):
+    for file in files:
         file.write_text("changed since the start")
-    resumed_folder = check_resume(REPLICATED_ENTRY, completed, "custom optimizer", tmp_path / "resumed")
+    resumed_folder = check_resume(REPLICATED_ENTRY, completed, "custom code", tmp_path / "resumed")
     assert (resumed_folder.path / "config.yaml").read_text() == config_text
+
+    for file in files:
+        file.unlink()
+    repetition = execute_verb("rerun", "--", str(completed.folder.path), status=0)
+    assert "losses      bitwise equal in 30 steps" in repetition.stdout
 
 
 def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits: Settings) -> None:

@@ -35,7 +35,12 @@ class Column:
 
 
 def shorten_text(text: str) -> str:
-    """Truncate text that is too long for a cell, and mark the omission with an ellipsis."""
+    """Truncate text that is too long for a cell, and mark the omission with an ellipsis.
+
+    A value FILE.py:name first loses the folder of the file.
+    """
+    if len(text) > MAX_CELL_WIDTH and ".py:" in text and "," not in text:
+        text = text.rpartition("/")[2]
     return text if len(text) <= MAX_CELL_WIDTH else text[: MAX_CELL_WIDTH - 1] + "…"
 
 

@@ -16,6 +16,7 @@ from common.measure.step_timing import StepTimer, gather_step_times
 from common.ranks.rendezvous import World
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel.scaling_report import ScalingReport, compute_imbalance
+from configs.networks import get_network_name
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
 NO_COMPARISON = "skipped: the training set has {} samples, fewer than one batch of {}; lower batch"
@@ -84,7 +85,7 @@ def report_devices(
     memory = {f"{kind} {number}": peak for number, peak in enumerate(peaks)}
     outcome = {"strategy": cfg.strategy, "devices": devices, "last_batch": last_batch}
     unit = ("GPU" if in_one_process else "rank") + ("s" if devices > 1 else "")
-    title = f"{cfg.model}, batch {cfg.batch}, {devices} {unit}"
+    title = f"{get_network_name(cfg.model)}, batch {cfg.batch}, {devices} {unit}"
     facts = ReportData(rows, outcome, {"imbalance": imbalance}, memory)
     return [facts, StrategyComparison(rates, folder, gpus, title), scaling]
 
@@ -116,7 +117,7 @@ def describe_devices(
     sizes = count_samples_per_device(cfg, cfg.batch, devices)
     megabytes = ", ".join(f"{peak / 1e6:,.0f}" for peak in peaks)
     rows = {
-        "strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch} = {format_sizes_as_sum(sizes)}",
+        "strategy": f"{cfg.strategy}, {get_network_name(cfg.model)}, batch {cfg.batch} = {format_sizes_as_sum(sizes)}",
         "memory": f"peak of each device: {megabytes} MB",
         "BatchNorm": BATCHNORM_STATISTICS[statistics].format(sizes[0]),
         "checkpoints": "parameter names do not start with module., regardless of the strategy",

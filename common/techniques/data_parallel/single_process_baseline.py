@@ -10,7 +10,6 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.data.loader import Loader
@@ -27,6 +26,7 @@ from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.dataparallel import Sharding
 from configs.ddp_multinode import Config
+from configs.networks import get_network_name
 
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round
@@ -48,7 +48,7 @@ def make_step_function(
     def step() -> Tensor:
         x, y = next(batches)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = run.loss(model(x), y)
         loss.backward()
         optimizer.step()
         return loss
@@ -71,7 +71,7 @@ def time_single_rank(run: RunContext, name: str) -> float:
     """
     seconds = 0.0
     if run.world.is_main:
-        model = networks.build_network(name, run.sample_shape, run.classes).to(run.device, run.dtype)
+        model = networks.build_network(name, run.sample_shape, run.outputs).to(run.device, run.dtype)
         add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # dropout is part of the step time
         seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
     return float(run.world.broadcast(seconds))
@@ -179,7 +179,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.sharding.shards == ["equal"] else ""
     assert run.state is not None and run.state.optimizer is not None
     return [
-        ReportData({"strategy": f"{cfg.strategy}, {cfg.model}, batch {cfg.batch}{shards}"}),
+        ReportData({"strategy": f"{cfg.strategy}, {get_network_name(cfg.model)}, batch {cfg.batch}{shards}"}),
         *report_rank_differences(cfg.sharding, run),
         report_state_bytes(run.state.optimizer, run.world),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),

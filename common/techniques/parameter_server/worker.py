@@ -26,7 +26,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
 from common.ranks.ranks import Ranks
-from common.system.errors import RankTimeoutError
+from common.system.errors import RankTimeoutError, UserError
 from common.techniques.parameter_server.server import (
     MakeOptimizer,
     Shard,
@@ -69,8 +69,12 @@ class ParameterServerRank:
     ) -> None:
         """Flatten the parameters of `network` into one vector.
 
-        Raises UserError if there are more servers than parameters.
+        Raises UserError if there are more servers than parameters, or if a parameter is frozen.
         """
+        for name, parameter in network.named_parameters():
+            if not parameter.requires_grad:
+                problem = f"the parameter {name} is frozen (requires_grad=False), so a server cannot update it"
+                raise UserError(f"{problem}; register it as a buffer, or do not freeze it")
         self.network = network
         self.ranks = ranks
         world = ranks.current

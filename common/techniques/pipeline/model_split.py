@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from common.checkpoint.train_state import get_model_recipe
 from common.config import changed_settings, config, config_keys
-from common.config.custom_code import use_file_copies
 from common.measure.memory import reset_peak_memory
 from common.ranks.rendezvous import World
 from common.runs import provenance
@@ -173,7 +172,6 @@ def build_pipeline_engine(
 
     Each rank keeps only its own stages and moves them to its device. `loss` must be a mean over samples.
     """
-    cfg = use_file_copies(cfg, run.folder.path / "code")
     engine_class: type[PipelineEngine] = PipelineEngine
     if cfg.engine == "torch":
         from common.techniques.pipeline.torch_engine import TorchPipelineEngine  # this import takes a second

@@ -15,6 +15,7 @@ from common.runs.result import ReportData
 from common.system.text import format_count
 from common.training.run_context import RunContext
 from configs.amp_accum import Config
+from configs.networks import get_network_name
 
 FINAL_STEPS = 20
 """Number of steps at the end of a run over which the loss is averaged to obtain the final loss."""
@@ -76,7 +77,7 @@ class PrecisionReport:
             counts.append(format_count(cfg.batch_plan.microbatch, "sample"))
         return {
             "step": f"batch {cfg.batch} = {' x '.join(counts)}",
-            "precision": f"{outcome['computed_in']}, {cfg.model}{scale}",
+            "precision": f"{outcome['computed_in']}, {get_network_name(cfg.model)}{scale}",
             "steps skipped": str(outcome["steps_skipped"]),
             "training memory": f"{max(self.peak_bytes) / 1e6:.1f} MB beyond the model, on the rank that uses the most",
             "sent": f"{outcome['bytes_sent'] / 1e6:.2f} MB of gradients per rank and step",

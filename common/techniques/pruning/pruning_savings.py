@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from common.measure.timing import time_calls
 from common.models import exporting
-from common.models.networks import LinearReLU
+from common.models.networks import FlatLinearReLU, LinearReLU
 from common.runs.result import ReportData
 from common.system.errors import summarize_error
 from common.system.text import format_count
 from common.techniques.pruning import int8
 from common.techniques.pruning.pruning_masks import MASK, Masks, count_nonzero
+from configs.networks import get_network_name
 from configs.sparse_prune import Config
 
 ROUNDS = 9  # number of timing rounds
@@ -64,8 +65,8 @@ def measure_file_sizes(model: nn.Module) -> tuple[int, int]:
 class CsrLinear(nn.Module):
     """A linear layer that stores its weight [out, in] in CSR format.
 
-    The layer flattens its input, and it applies ReLU if the original layer does (see common/models/networks.py). The
-    layer computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear has the sparse matrix as
+    The layer flattens its input and applies ReLU if the original layer does (see common/models/networks.py). The layer
+    computes (weight @ x.T).T, which is five times as fast as F.linear, because F.linear has the sparse matrix as
     its right factor.
     """
 
@@ -77,11 +78,16 @@ class CsrLinear(nn.Module):
         weight = torch.sparse_csr_tensor(row_indices, column_indices, rows.values(), size=rows.shape)
         self.register_buffer("weight", weight)
         self.bias = layer.bias
+        self.flattens = isinstance(layer, FlatLinearReLU)
         self.relu = isinstance(layer, LinearReLU)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.get_buffer("weight")
-        logits = (weight @ x.flatten(1).t()).t() + self.bias
+        if self.flattens:
+            x = x.flatten(1)
+        logits = (weight @ x.flatten(0, -2).t()).t().unflatten(0, x.shape[:-1])
+        if self.bias is not None:
+            logits = logits + self.bias
         return logits.relu() if self.relu else logits
 
 
@@ -162,14 +168,17 @@ def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
     """Return the time of a forward pass for x [N, ...] with each variant of a model, in seconds.
 
     The variants are the dense model in float32, the dense model in bf16, and the model with linear layers in CSR
-    format. On a GPU with sparse tensor cores, there are two more variants in float16: the dense model and the model
-    with 2:4 linear layers. `model` must not have masks.
+    format, if its layers support this format. On a GPU with sparse tensor cores, there are two more variants in
+    float16: the dense model and the model with 2:4 linear layers. `model` must not have masks.
     """
     variants = {
         "fp32": partial(model, x),
         "bf16": partial(copy.deepcopy(model).bfloat16(), x.bfloat16()),
-        "csr": partial(convert_to_csr(model), x),
     }
+    converted = convert_to_csr(model)
+    with contextlib.suppress(RuntimeError), torch.no_grad():  # a custom network may use weights outside of their layers
+        converted(x[:1])
+        variants["csr"] = partial(converted, x)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= SPARSE_TENSOR_CORES:
         variants["fp16"] = partial(copy.deepcopy(model).half(), x.half())
         variants["two_of_four"] = partial(convert_to_two_of_four(model), x.half())
@@ -217,21 +226,23 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
     `facts` contains the sizes, times, and accuracies that were measured. The times are those of a forward pass for
     `samples` samples.
     """
-    csr = facts["csr_seconds"]
+    csr = facts.get("csr_seconds")
     fp32 = facts["fp32_seconds"]
     bf16 = facts["bf16_seconds"]
 
-    def compare(dense: float) -> str:
+    def compare(dense: float, csr: float) -> str:
         return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
 
     def format_size(prefix: str) -> str:
         return f"{facts[f'{prefix}bytes_raw']:,} bytes, {facts[f'{prefix}bytes_compressed']:,} compressed"
 
-    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g} ms, linear layers in CSR {csr * 1e3:.3g} ms"
-    comparison = f"CSR is {compare(fp32)} than fp32 and {compare(bf16)} than bf16"
+    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g} ms, linear layers in CSR"
+    comparison = "not available for this network"
+    if csr is not None:
+        comparison = f"{csr * 1e3:.3g} ms: CSR is {compare(fp32, csr)} than fp32 and {compare(bf16, csr)} than bf16"
     rows = {
         "file": f"{format_size('')}; {facts['bytes_csr']:,} bytes in CSR",
-        format_count(samples, "sample"): f"{times}: {comparison}",
+        format_count(samples, "sample"): f"{times} {comparison}",
     }
     if with_int8:
         rows["int8"] = int8.MISSING_TORCHAO
@@ -271,7 +282,7 @@ def report_savings(
         "masks": digest,
     }
     rows = {
-        "pruning": f"{cfg.model}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
+        "pruning": f"{get_network_name(cfg.model)}, {cfg.schedule}, {cfg.criterion}, {cfg.scope}",
         "weights": f"{nonzero:,} of {masks.weight_count:,} are nonzero; {masks.sparsity:.2%} are masked",
         "masks": digest[:16] + (f", identical on {cfg.processes} ranks" if cfg.processes > 1 else ""),
     }

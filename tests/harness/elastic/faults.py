@@ -225,12 +225,12 @@ def force_overflows() -> None:
     script.make_scaler = lambda *_: GradScaler("cpu", 1024, growth_interval=4)  # type: ignore[attr-defined]
     accumulate = script.accumulate_gradients
 
-    def accumulate_with_overflow(cfg: Any, model: Any, scaler: Any, step: loop.Step, footprint: Any) -> Any:
+    def accumulate_with_overflow(cfg: Any, run: Any, model: Any, scaler: Any, step: loop.Step, footprint: Any) -> Any:
         step.log(scale=scaler.get_scale(), counter=float(scaler._get_growth_tracker()))
         factor = math.inf if step.number in (5, 6, 14) and step.run.world.is_main else 1.0
         hook = next(model.parameters()).register_hook(lambda gradient: gradient * factor)
         try:
-            return accumulate(cfg, model, scaler, step, footprint)
+            return accumulate(cfg, run, model, scaler, step, footprint)
         finally:
             hook.remove()
 

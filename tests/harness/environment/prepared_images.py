@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from common.data.loader import Images
 from common.data.prepare import PreparedDataset
+from common.data.samples import Images
 from configs.shared import Data
 
 

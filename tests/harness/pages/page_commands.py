@@ -33,6 +33,14 @@ COMMANDS_TESTED_ELSEWHERE = {
     "make tour": "tests/complete/test_tour.py",
     "make new-experiment NAME=my_mlp": "tests/commands/test_new_experiment.py",
     "make exp NAME=ddp_multinode ARGS=data.name=shapes.py:load": "tests/experiments/test_own_data.py",
+    "make exp NAME=ddp_multinode ARGS=model=residual.py:ResidualNet": "tests/experiments/test_own_data.py",
+    "make exp NAME=ddp_multinode ARGS=loss=focal.py:focal_loss": "tests/experiments/test_own_data.py",
+    "make exp NAME=ddp_multinode 'ARGS=data.name=waves.py:load loss=mse model=mlp'": (
+        "tests/parity/test_custom_training.py"
+    ),
+    "make exp NAME=ddp_multinode 'ARGS=data.name=recordings.py:load data.root=recordings model=mlp data.workers=1'": (
+        "tests/recovery/test_own_optimizer.py"
+    ),
     "make check-optimizer FILE=lion.py:Lion": "tests/parity/test_optimizers.py",
     "make exp NAME=ddp_multinode 'ARGS=optim.name=lion.py:Lion optim.lr=0.001 optim.decay=halving.py:halve'": (
         "tests/recovery/test_own_optimizer.py"

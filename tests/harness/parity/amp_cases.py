@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -60,29 +58,24 @@ SPOILT_MICROBATCH = 10  # the second of step 3
 # ---- mistakes: each function gets the function that it replaces as first argument
 
 
-@contextlib.contextmanager
-def multiply_losses(factor: float) -> Iterator[None]:
-    """Multiply the experiment's loss by a factor."""
-
-    def cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        return factor * F.cross_entropy(logits, targets, **options)
-
-    with replace_attributes((amp_accum, "F", SimpleNamespace(cross_entropy=cross_entropy))):
-        yield
+def multiply_losses(run: Any, factor: float) -> Any:
+    """Return an object whose loss is the loss of a run times a factor."""
+    return SimpleNamespace(loss=lambda *arguments, **options: factor * run.loss(*arguments, **options))
 
 
-def accumulate_sum(accumulate: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any) -> Any:
+def accumulate_sum(
+    accumulate: Any, cfg: Config, run: Any, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any
+) -> Any:
     """Use the sum of a step's microbatches instead of the mean."""
-    with multiply_losses(len(step.batch)):
-        return accumulate(cfg, model, scaler, step, *more_arguments)
+    return accumulate(cfg, multiply_losses(run, len(step.batch)), model, scaler, step, *more_arguments)
 
 
 def accumulate_with_one_divisor(
-    accumulate: Any, cfg: Config, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any
+    accumulate: Any, cfg: Config, run: Any, model: nn.Module, scaler: Any, step: Any, *more_arguments: Any
 ) -> Any:
     """Divide every step by `cfg.accumulate`, although the last step of an epoch may have fewer microbatches."""
-    with multiply_losses(len(step.batch) / cfg.accumulate):
-        return accumulate(cfg, model, scaler, step, *more_arguments)
+    factor = len(step.batch) / cfg.accumulate
+    return accumulate(cfg, multiply_losses(run, factor), model, scaler, step, *more_arguments)
 
 
 class FullWindows(Loader):

@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 def build_narrow_resnet(_: Any, cfg: Config, run: Run) -> nn.Module:
-    model = ResNet("resnet18", run.sample_shape, run.classes, width=8)
+    model = ResNet("resnet18", run.sample_shape, run.outputs, width=8)
     return model.to(run.device, run.dtype)
 
 

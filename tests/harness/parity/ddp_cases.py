@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from common.models.sample_dropout import SampleDropout, add_dropout
 from common.techniques.data_parallel.scaling_report import ScalingReport
 from common.techniques.data_parallel.shards import AutoShards
 from common.training import run as training_run
+from common.training import run_data
 from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
@@ -149,7 +149,7 @@ def average_means(main: Any, cfg: Config, run: Run) -> None:
     def compute_scaled_mean(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(logits, labels) * (cfg.batch / run.world.size)
 
-    with replace_attributes((ddp_multinode, "F", SimpleNamespace(cross_entropy=compute_scaled_mean))):
+    with replace_attributes((run_data, "choose_loss", lambda _, cfg: compute_scaled_mean)):
         main(cfg, run)
 
 

@@ -65,7 +65,7 @@ def train_with_ddp(_: Any, cfg: Config, run: Run) -> None:
 
 
 def train_with_torch(_: Any, cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.classes).to(run.dtype)
+    network = init_network(cfg, run.sample_shape, run.outputs).to(run.dtype)
     inner = build_optimizer(network.parameters(), cfg.optim)
     model, optimizer = wrap_with_torch(network, inner, cfg.start, cfg.every)
     run.register(network, inner, run.batches(shard=run.shard), replicated=True)

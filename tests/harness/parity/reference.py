@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.data import loader
+from common.data import loader, samples
 from common.data.prepare import PreparedDataset
 from configs.shared import Optim
 
@@ -34,7 +34,7 @@ def compute_learning_rate(settings: Optim, step: int, steps: int) -> float:
 
 def load_images(prepared: PreparedDataset, part: str, limit: int = 0) -> tuple[Tensor, Tensor]:
     """Return normalised images in float64 and labels; all of them, or the first `limit`."""
-    statistics = torch.tensor(loader.STATISTICS[prepared.name], dtype=torch.float64)
+    statistics = torch.tensor(samples.STATISTICS[prepared.name], dtype=torch.float64)
     mean, std = statistics.view(2, -1, 1, 1)
     count = limit or None
     pixels = torch.from_numpy(prepared.map_array(f"{part}_images")[:count]).double()

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from common.models.networks import SimpleNN
 from common.ranks.rendezvous import World
 from common.techniques.data_parallel import ddp

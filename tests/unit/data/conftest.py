@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.data.loader import Images, draw_sample_order
+from common.data.loader import draw_sample_order
+from common.data.samples import Images
 from tests.unit.data.conftest import list_inputs, make_loader
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import loader as data
-from common.data.loader import Images, Loader, draw_sample_order
+from common.data import samples as data
+from common.data.loader import Loader, draw_sample_order
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from tests.unit.data.conftest import list_labels, make_loader
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from configs.batch_plan import divide_batch
 from tests.unit.data.conftest import list_labels, make_loader
 

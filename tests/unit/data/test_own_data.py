@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from common.data import prepare
-from common.data.loader import Images, Loader
+from common.data.loader import Loader
 from common.data.prepare import PreparedDataset
+from common.data.samples import Images
 from common.system.errors import UserError
 from configs.shared import Data
 
@@ -30,21 +32,25 @@ def prepare_function(folder: Path, body: str, name: str = "f") -> PreparedDatase
 
 
 INVALID_FUNCTIONS = {
-    "return 7": "6: a value of type int; function(root) must return train images, train",
+    "return 7": "6: a value of type int; function(root) must return train inputs, train",
     "pass": "6: the function returned None; function(root) must return",
     "return X, Y, X": "6: the function returned a tuple of length 3; function(root) must",
-    "return X.tolist(), Y, X, Y": "6: the train images are a list of length 40; ",
-    "return X / 255, Y, X, Y": "6: the train images have dtype float64; return uint8 values from 0 to 255",
+    "return X.tolist(), Y, X, Y": "6: the train inputs are a list of length 40; ",
+    "return X.astype(int), Y, X, Y": "6: the train inputs have dtype int64; return uint8 values from 0 to 255",
+    "return X / 255, Y, X, Y": "6: the train inputs are stored as float32, but the test inputs as uint8",
+    "return X / (X - X), Y, X, Y": "6: the train inputs contain NaN or infinity, first in sample 0",
+    "return X, Y / (Y - 2), X, Y": "6: the train targets contain NaN or infinity, first in sample 2",
+    "return X, Y > 1, X, Y": "6: the train targets have dtype bool; return integers",
     "return X[..., None], Y, X, Y": "6: [40, 8, 8, 1]; return [N, H, W], [N, 3, H, W]",
     "return np.stack([X] * 3, 3), Y, X, Y": "6: [40, 8, 8, 3]; return .*transpose(0, 3, 1, 2) moves the colors",
-    "return X, Y[:3], X, Y": "6: there are 40 train images but 3 train labels",
-    "return X, Y, X, Y[:, None]": "6: the test labels have dtype int64 and shape [40, 1]; return one integer",
-    "return X, Y / 2, X, Y": "6: the train labels have dtype float64",
+    "return X, Y[:3], X, Y": "6: there are 40 train inputs but 3 train targets",
+    "return X, Y, X, Y[:, None]": "6: each train target has shape [], but each test target has shape [1]",
+    "return X, Y / 2, X, Y": "6: the train targets are stored as float32, but the test targets as int32",
     "return X, Y - 1, X, Y": "6: the train labels range from -1 to 1; return labels from 0 to",
     "return X, Y * 5000, X, Y": "6: the train labels range from 0 to 10000; return",
-    "return X, Y, X[:0], Y[:0]": "6: the test images are empty: their shape is [0, 8, 8]",
+    "return X, Y, X[:0], Y[:0]": "6: the test inputs are empty: their shape is [0, 8, 8]",
     "return X, Y, X, Y + 1": "6: the largest test label is 3, but the largest train label is 2; every",
-    "return X, Y, X[:, :4], Y": "6: [8, 8], but each test image has shape [4, 8]; the shapes must",
+    "return X, Y, X[:, :4], Y": "6: [8, 8], but each test input has shape [4, 8]; the shapes must",
     "return open(root / 'none')": "7: FileNotFoundError: .*No such file",
     "raise SystemExit(0)": "7: SystemExit: 0",
     "return X,\n    return": "6: the function returned a tuple of length 1",
@@ -90,13 +96,38 @@ def test_images_and_vectors_are_stored_unchanged_and_normalized(tmp_path: Path, 
     assert train_set.images.is_contiguous()
     assert torch.equal(test_set.images, train_set.images[:9])
     assert train_set.labels.tolist() == [number % 3 for number in range(40)]
-    assert train_set.class_count == 3
+    assert train_set.outputs == 3
 
     inputs = train_set.load_inputs(slice(None), torch.device("cpu"), torch.float64)
     for channel in inputs.unbind(1) if len(shape) == 3 else [inputs]:
         deviation = 0.0 if channel.min() == channel.max() else 1.0
         assert abs(channel.mean()) < 1e-9
         assert channel.std(correction=0).item() == pytest.approx(deviation)
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (4, 3, 2, 5), ()], ids=str)
+def test_float_inputs_and_targets_are_used_unchanged(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).normal(100, 9, (40, *shape))
+    np.save(tmp_path / "x.npy", values)
+    prepared = prepare_function(tmp_path, "x = np.load(root / 'x.npy'); return x, x / 2, x[:9], x[:9] / 2")
+    train_set = Images(prepared, "train")
+    expected = torch.from_numpy(values.astype(np.float32))
+    for dtype in (torch.float32, torch.float64):
+        inputs = train_set.load_inputs(slice(3, 30), torch.device("cpu"), dtype)
+        assert torch.equal(inputs, expected[3:30].to(dtype))
+        assert inputs.data_ptr() != train_set.images[3:].data_ptr(), "a network may change its inputs in place"
+        targets = train_set.load_targets(torch.tensor([7, 2]), torch.device("cpu"), dtype)
+        assert targets.dtype == dtype
+        assert targets.tolist() == (expected / 2)[[7, 2]].tolist()
+    assert not train_set.has_labels
+    assert train_set.outputs == math.prod(shape)
+    assert prepared.target_kind == "floats"
+
+
+def test_float_inputs_cannot_be_augmented(tmp_path: Path) -> None:
+    prepared = prepare_function(tmp_path, "return X / 255, Y, X / 255, Y")
+    with pytest.raises(UserError, match="requires images, but this data set contains float inputs; omit"):
+        load_inputs(prepared, "crop")
 
 
 def test_a_set_is_prepared_once_for_each_content_of_its_file(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_generated_images_are_labelled_as_such(tmp_path: Path) -> None:
     assert "only to measure throughput" in prepared.notice
     train_set, test_set = load_train_test(prepared, settings)
     assert train_set.shape == (3, 16, 16)
-    assert train_set.class_count == 7
+    assert train_set.outputs == 7
     assert len(test_set) == 10
     inputs = train_set.load_inputs(slice(0, 50), torch.device("cpu"), torch.float64)
     assert abs(inputs.mean().item()) < 0.05

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import own_data, preprocessing, sources
-from common.data.loader import Images
+from common.data import preprocessing, sources
 from common.data.prepare import PreparedDataset
+from common.data.samples import Images
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def prepare(folder: Path, shape: tuple[int, ...], statistics: dict[str, object])
     for part in ("train", "test"):
         np.save(folder / f"{part}_images.npy", draw.integers(0, 256, (6, *shape), dtype=np.uint8))
         np.save(folder / f"{part}_labels.npy", np.arange(6, dtype=np.int32) % 3)
-    (folder / own_data.STATISTICS_FILE).write_text(json.dumps(statistics))
+    (folder / sources.STATISTICS_FILE).write_text(json.dumps(statistics))
     return PreparedDataset("custom", folder, {})
 
 

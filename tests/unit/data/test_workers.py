@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from common.data.loader import DataWorkerError, Images, Loader
+from common.data.loader import DataWorkerError, Loader
 from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from common.system.causes import PEER_CAUSES, Cause
 from common.system.foreign_text import classify_error
 from slurm.local_cluster import namespaces

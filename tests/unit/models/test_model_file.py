@@ -110,6 +110,45 @@ def test_a_model_file_has_all_tensors_and_the_recipe_of_the_model(
         model_file.build_model(facts).load_state_dict(tensors)
 
 
+TIED_NETWORK = """import torch
+from torch import nn
+
+
+class Tied(nn.Module):
+    def __init__(self, shape, outputs):
+        super().__init__()
+        self.first = nn.Linear(shape[0], outputs, bias=False)
+        self.second = nn.Linear(shape[0], outputs)
+        self.second.weight = self.first.weight
+        self.register_buffer("mask", torch.arange(shape[0]) > 0)
+
+    def forward(self, x):
+        return self.first(x * self.mask) + self.second(x)
+"""
+
+
+def test_a_custom_network_with_shared_parameters_and_a_mask_is_rebuilt_from_the_run(tmp_path: Path) -> None:
+    own_code = tmp_path / "code" / "own"
+    own_code.mkdir(parents=True)
+    (own_code / "model-1.py").write_text(TIED_NETWORK)
+    model = networks.build_network(f"{own_code}/model-1.py:Tied", (4,), 3).double()
+    state = networks.list_saved_tensors(model)
+    assert list(state) == ["first.weight", "second.bias", "mask"], "as in a checkpoint"
+    facts = dict.fromkeys(model_file.REQUIRED_FACTS - {"class", "arguments"}) | {"dtype": "float64", "scores": {}}
+    model_file.write_model(RunFolder(tmp_path), state, get_model_recipe(model), facts)
+
+    loaded_facts, loaded_model = model_file.load_model(RunFolder(tmp_path))
+    assert loaded_facts["class"] == "Tied"
+    assert loaded_facts["file"] == "model-1.py"
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert torch.equal(loaded_model(x), model(x))
+
+    load_initial_weights(model, str(tmp_path / "model.safetensors"), "runs")
+    (own_code / "model-1.py").write_text(TIED_NETWORK.replace("outputs, bias=False)", "1, bias=False)"))
+    with pytest.raises(UserError, match=r"first\.weight has shape \(3, 4\), expected \(1, 4\)"):
+        model_file.load_model(RunFolder(tmp_path))
+
+
 @pytest.mark.parametrize(
     "recipe", [{"class": "SimpleNN", "arguments": {"width": 8, "depth": 3}}, {"class": "LeNet300", "arguments": {}}]
 )

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from common.checkpoint.train_state import get_model_recipe
-from common.models import model_file, networks
+from common.models import model_file, networks, weights
 from common.models.model_file import load_initial_weights
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
+from configs.networks import check_shape
 
 
 def save_weights(folder: Path, state: dict[str, Tensor]) -> str:
@@ -47,7 +48,7 @@ def test_a_resnet_has_the_names_and_shapes_of_torchvision(name: str) -> None:
         model = networks.ResNet(name, (3, 64, 64), 7)
     shapes = model_file.get_tensor_shapes(model.state_dict())
     assert len(shapes) > 100
-    assert shapes == model_file.get_tensor_shapes(networks.convert_parameter_names(reference.state_dict()))
+    assert shapes == model_file.get_tensor_shapes(weights.convert_parameter_names(reference.state_dict()))
 
 
 def test_the_stem_of_a_resnet_keeps_the_size_of_small_images() -> None:
@@ -129,6 +130,24 @@ def test_convolutional_networks_refuse_vectors(name: str) -> None:
         networks.build_network(name, (9,), 4)
 
 
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ((), "contains single numbers, but the model needs vectors"),
+        ((9,), "contains vectors, but the model needs images; use another data set, model=mlp"),
+        ((2, 3, 4, 5), r"contains samples of shape \[2, 3, 4, 5\], but the model needs images"),
+    ],
+    ids=str,
+)
+def test_shapes_of_custom_data_that_a_built_in_network_refuses(shape: tuple[int, ...], message: str) -> None:
+    check_shape("own.py:Net", "own.py:load", shape)
+    check_shape("convnet", "own.py:load", (3, 20, 16))
+    if shape:
+        check_shape("mlp", "own.py:load", shape)
+    with pytest.raises(ValueError, match=message):
+        check_shape("convnet", "own.py:load", shape)
+
+
 @pytest.mark.parametrize("name", ["lenet5", "convnet"])
 def test_images_that_are_too_small_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=r"images of shape \[3, 2, 2\] are too small"):
@@ -155,6 +174,6 @@ def test_resnet50_has_the_stem_of_imagenet_and_its_weights_do_not_fit_resnet18()
     stem_shape = resnet50.get_submodule("conv1").get_parameter("weight").shape
     assert stem_shape == (64, 3, 7, 7)
 
-    weights = resnet18.state_dict() | {"conv1.weight": torch.zeros(stem_shape)}
+    state = resnet18.state_dict() | {"conv1.weight": torch.zeros(stem_shape)}
     with pytest.raises(UserError, match="use model=resnet50, or an experiment whose resnet18 adapts"):
-        networks.load_weights(resnet18, weights, "weights.pt")
+        weights.load_weights(resnet18, state, "weights.pt")

@@ -19,3 +19,4 @@ def test_columns_that_fit_keep_their_order() -> None:
 def test_long_text_is_shortened() -> None:
     assert shorten_text("x" * 24) == "x" * 24
     assert shorten_text("x" * 25) == "x" * 23 + "…"
+    assert shorten_text("/home/user/experiments/focal.py:focal_loss") == "focal.py:focal_loss"

@@ -17,9 +17,9 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from common.techniques.pipeline import schedules
-from common.training import custom_optimizer
+from common.training import custom_optimizer, custom_training
 from common.training.attempt import prepare_data_of_run
-from configs import mnist_pipeline, resnet_modelparallel
+from configs import ddp_multinode, mnist_pipeline, resnet_modelparallel
 from configs.profile import Profile
 from slurm.__main__ import main as slurm_main
 from slurm.launch.submit import check_source_knows_settings, prepare_run_folder, submit_prepared_run
@@ -88,6 +88,27 @@ def test_a_job_uses_copies_of_custom_files(tmp_path: Path, monkeypatch: pytest.M
     prepared = prepare.prepare_dataset(cfg.data, code=folder.path / "code")
     assert prepared.name == "shapes.py:load"
     assert prepared.path.parent == tmp_path / "sets"
+
+
+def test_a_job_uses_copies_of_a_custom_network_and_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("shapes.py", "residual.py", "focal.py"):
+        write_example(tmp_path, name)
+    settings = ["data.name=shapes.py:load", "model=residual.py:ResidualNet", "data.cache=sets", "runs=mine"]
+    cfg = config.load_config(ddp_multinode.Config, [*settings, "loss=focal.py:focal_loss"], {})
+    folder = prepare_run_folder("ddp_multinode", cfg, None, set())
+    monkeypatch.chdir("/")  # the job may start in another folder
+    cfg = config.load_config(ddp_multinode.Config, ["--resume", str(folder.path)], {})
+    custom_code.check_custom_settings(cfg, folder.path / "code")
+    with pytest.raises(UserError, match=r"model=residual\.py:ResidualNet: there is no file /residual\.py"):
+        custom_training.check_files_of_config(cfg)
+    prepare.prepare_dataset_of_config(cfg, fallback=False, code=folder.path / "code")
+
+    monkeypatch.chdir(tmp_path)
+    cfg = config.load_config(ddp_multinode.Config, [*settings, "loss=mse"], {})
+    with pytest.raises(UserError, match="loss=mse needs float targets"):
+        prepare_run_folder("ddp_multinode", cfg, None, set())
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == [folder.path.name]
 
 
 GENERATED_IMAGES = ["data.samples=64", "data.image_size=8"]
