@@ -79,10 +79,10 @@ cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch
 test test-all test-slurm verify: export PYTHONDONTWRITEBYTECODE =
 
 test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/config -k 'a or b'"]
-	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 3 --dist worksteal
+	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 4 --dist worksteal
 
 test-all: .settings  ## run the fast tests and all combinations: parity, recovery, compiler, export, browser, W&B host
-	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 3 --dist worksteal
+	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 4 --dist worksteal
 	@$(PY) -m tests.harness.verification.changed_clone
 
 test-slurm: .settings  ## run the tests that need a real SLURM cluster

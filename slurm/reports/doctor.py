@@ -2,13 +2,14 @@
 
 The command itself does not import torch. To check hosts, the command starts ranks that execute this module:
 
-    python -m slurm.reports.doctor NODES RUNS CACHE [mixed]
+    python -m slurm.reports.doctor NODES [key=value ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -39,7 +40,7 @@ COLUMNS = (
     "all_reduce_gb_per_s",
 )  # fmt: skip
 """Facts that the table of hosts shows for each rank, in the order of the columns."""
-USED_SETTINGS = ("runs", "data.cache", "launch.mixed")  # settings that ARGS may contain
+USED_SETTINGS = ("runs", "data.cache", "launch.interface", "launch.mixed")  # settings that ARGS may contain
 HOST_MARK = "doctor-here "  # prefix of the line in which a rank prints the name of its host
 FACTS_MARK = "doctor-found "  # prefix of the line in which rank 0 prints the report about all ranks
 SETUP_TIMEOUT = 120.0  # seconds for all ranks to connect; importing torch can take a minute on a busy host
@@ -63,26 +64,26 @@ def format_host_table(facts: Sequence[dict[str, Any]]) -> str:
 # ---- functions that run on the hosts
 
 
-def check_this_host(nodes: int, runs: Path, cache: Path, *, mixed: bool) -> int:
+def check_this_host(nodes: int, settings: DoctorSettings) -> int:
     """Check this rank's host together with the other ranks, and return the exit status.
 
-    Without SLURM, this process starts `nodes` ranks on this machine. If `mixed` is true, the ranks may have different
-    devices.
+    Without SLURM, this process starts `nodes` ranks on this machine.
     """
     print(f"{HOST_MARK}{socket.gethostname()}", flush=True)
     from common.ranks import local_launcher, rendezvous
     from common.ranks.rank_info import RankInfo, read_rank_info
     from common.runs.tracking import wandb_account
     from common.training import host_checks
-    from configs.shared import Launch
+
+    launch = dataclasses.replace(settings.launch, setup_timeout=SETUP_TIMEOUT, step_timeout=SETUP_TIMEOUT)
 
     def collect_and_print_report(rank_info: RankInfo) -> None:
         """Collect the facts of all ranks, and print the report on rank 0."""
-        launch = Launch(setup_timeout=SETUP_TIMEOUT, step_timeout=SETUP_TIMEOUT, mixed=mixed)
         with rendezvous.join_world(rank_info, launch) as world:
-            hosts = world.gather(host_checks.collect_all_host_facts(world, runs, cache))
+            facts = host_checks.collect_all_host_facts(world, Path(settings.runs), Path(settings.data.cache))
+            hosts = world.gather(facts)
             if world.is_main:
-                problems = host_checks.find_problems(hosts, len(set(world.hosts)), mixed=mixed)
+                problems = host_checks.find_problems(hosts, len(set(world.hosts)), mixed=launch.mixed)
 
                 mode = wandb_account.read_requested_mode(Experiment())
                 reason = ""
@@ -203,18 +204,15 @@ def explain_missing_report(lines: list[str], hosts: list[str], has_timed_out: bo
     return errors[:3] or last_lines or ["the ranks exited without an error message"]
 
 
-def check_nodes(
-    scheduler: Scheduler | None, nodes: int, profile: Profile, settings: TrainingExperiment
-) -> dict[str, Any]:
+def check_nodes(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: DoctorSettings) -> dict[str, Any]:
     """Check `nodes` hosts of a cluster, and return a report.
 
     Without SLURM, `nodes` ranks check this machine. Raises UserError if the cluster has too few hosts or does not
     answer.
     """
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes)]
-    command += [str(Path(folder).absolute()) for folder in (settings.runs, settings.data.cache)]
-    if settings.launch.mixed:
-        command.append("mixed")
+    command += [f"runs={Path(settings.runs).absolute()}", f"data.cache={Path(settings.data.cache).absolute()}"]
+    command += [f"launch.interface={settings.launch.interface}", f"launch.mixed={str(settings.launch.mixed).lower()}"]
     if scheduler is None:
         return run_ranks_and_read_report(command, None, "")
 
@@ -286,5 +284,6 @@ class DoctorSettings(TrainingExperiment):
 
 if __name__ == "__main__":  # executed by each rank, which srun or the doctor command has started
     with exit_on_user_error():
-        node_count, runs_folder, cache_folder, *flags = sys.argv[1:]
-        sys.exit(check_this_host(int(node_count), Path(runs_folder), Path(cache_folder), mixed=flags == ["mixed"]))
+        node_count, *rank_arguments = sys.argv[1:]
+        rank_values = parse_command_line(rank_arguments).values
+        sys.exit(check_this_host(int(node_count), config.build_config(DoctorSettings, [rank_values])))

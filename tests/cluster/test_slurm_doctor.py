@@ -111,6 +111,11 @@ def test_the_doctor_finds_no_problem_on_a_healthy_cluster(site: Site) -> None:
     assert not list(site.runs.iterdir()), "no file is left"
 
 
+def test_a_missing_network_interface_is_named(site: Site) -> None:
+    (problem, *_) = doctor(site, settings="launch.interface=eth9")["problems"]
+    assert "launch.interface=eth9 does not exist on node" in problem
+
+
 def test_the_doctor_names_a_host_with_another_package_version(site: Site) -> None:
     files = importlib.metadata.files("numpy") or []
     (file,) = [file for file in files if str(file).endswith("dist-info/METADATA")]

@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import execute_verb, get_only_run
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 
@@ -26,7 +27,7 @@ def test_this_machine_passes_all_checks(cache: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", draw_cases("strategies with a slow rank", ["ddp", "fsdp"], 1))
 def test_a_straggler_is_named_while_the_run_trains(strategy: str, cache: Path, tmp_path: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}")
     arguments = (*data, "batch=64", "epochs=100", "log.progress=none", f"strategy={strategy}")

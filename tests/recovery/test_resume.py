@@ -64,7 +64,7 @@ def test_a_resumed_run_is_bitwise_equal(
     check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=real)
 
 
-@pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 9), ids=make_id)
+@pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 6), ids=make_id)
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: Settings, tmp_path: Path, quick: Settings
 ) -> None:

@@ -26,7 +26,13 @@ from PIL import Image
 
 from common.runs.folder import RunFolder
 from tests.harness.commands import execution
-from tests.harness.commands.processes import find_processes, get_only_run, make_environment, make_run_command
+from tests.harness.commands.processes import (
+    find_processes,
+    get_only_run,
+    make_environment,
+    make_run_command,
+    wait_until,
+)
 from tests.harness.environment.randomness import create_random
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.runs.resuming import find_differences, resume_run
@@ -122,7 +128,8 @@ def execute_trial(
     try:
         stop_run(process, trial)
         trial.progress = describe_progress(folder)
-        assert not find_processes(str(folder)), "a process has outlived the run"
+        # The kernel kills the process that prepares the data when its parent has ended.
+        wait_until(lambda: not find_processes(str(folder)), "all processes of the run have ended")
         if trial.progress == "preparing":
             run_uninterrupted(images, folder)
             assert not list((folder / "cache").glob(".imagefolder-*")), "partly written arrays were not deleted"

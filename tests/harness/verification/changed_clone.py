@@ -1,9 +1,10 @@
-"""Check a clone without a technique: lint, test collection, and the unit tests.
+"""Check a clone without a technique: lint, test collection, and half of the unit tests.
 
     python -m tests.harness.verification.changed_clone [--technique local_sgd]
 
 `make test-all` executes this program after its tests, because the processes of this program would slow down tests with
-time limits. The technique is drawn; the program prints the seed.
+time limits. The technique is drawn; the program prints the seed. The files of unit tests are drawn, too; `make verify`
+executes all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 from pathlib import Path
 
 from tests.harness.commands.processes import make_environment
-from tests.harness.environment.randomness import create_random
+from tests.harness.environment.randomness import create_random, draw_cases
 from tests.harness.repository import ROOT
 from tests.harness.verification.delete_technique import (
     DELETABLE_TECHNIQUES,
@@ -30,12 +31,14 @@ PYTEST_COMMAND = (".venv/bin/python", "-m", "pytest")
 
 def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
     """Return the commands that check the clone. They are executed in parallel, because unit tests often wait."""
+    files = sorted(str(file.relative_to(clone)) for file in (clone / "tests" / "unit").rglob("test_*.py"))
+    drawn_files = draw_cases("the unit tests of a changed clone", files, len(files) // 2)
     # Without this option, pytest would also delete the folders of earlier test runs, which can take minutes.
     base_folder = ("--basetemp", str(clone.with_name("pytest")))
     return {
         "lint": ("make", "lint"),
         "collection": (*PYTEST_COMMAND, "--collect-only", "tests"),
-        "unit tests": (*PYTEST_COMMAND, *base_folder, "--numprocesses", "3", "--dist", "worksteal", "tests/unit"),
+        "unit tests": (*PYTEST_COMMAND, *base_folder, "--numprocesses", "4", "--dist", "worksteal", *drawn_files),
     }
 
 

@@ -44,9 +44,8 @@ def list_steps() -> list[VerificationStep]:
         VerificationStep("cluster", ("make", "test-slurm"), {ALL_CASES_VARIABLE: "1", "FAULT_NOTICES": "20"}),
     ]
     for technique in sorted(DELETABLE_TECHNIQUES):
-        steps.append(
-            make_step(f"without {technique}", "tests.harness.verification.changed_clone", "--technique", technique)
-        )
+        step = make_step(f"without {technique}", "tests.harness.verification.changed_clone", "--technique", technique)
+        steps.append(step._replace(environment={ALL_CASES_VARIABLE: "1"}))
     steps += [
         make_step("stop requests", "tests.harness.runs.random_stops", "--moments", "20"),
         make_step("claims", "tests.harness.runs.claims_campaign", "--cases", "50"),
