@@ -9,7 +9,7 @@ from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding
 from configs.fields import at_least, between, flat
 from configs.networks import network_field
-from configs.shared import Sweep
+from configs.shared import Regularization, Sweep
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,11 @@ class Config(Replicated):
     """Store images and filters in the channels_last memory format, which speeds up convolutions."""
     compile: bool = False
     """Compile the model with torch.compile, which needs a C++ compiler and delays the first step by up to a minute."""
-    clip: float = between(0, 1e6, 0)
-    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
-    for the whole batch and without the loss scale."""
     init_scale: float = between(1e-3, 1e9, 65536)
     """Initial loss scale for precision=fp16. The scale is halved when a gradient overflows (arXiv 1710.03740)."""
     growth_interval: int = at_least(1, 2000)
     """Number of consecutive steps without overflow after which the loss scale is doubled, for precision=fp16."""
-    dropout: float = between(0, 0.95, 0)
-    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
-    position in the epoch, so the division into shards and microbatches does not change the result."""
+    regularization: Regularization = flat(Regularization)
     sharding: Sharding = flat(Sharding)
     elastic: Elastic = field(default_factory=Elastic)
     grid: Sweep = flat(Sweep)

@@ -9,7 +9,7 @@ from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
 from configs.networks import network_field
-from configs.shared import InitialWeights
+from configs.shared import InitialWeights, Regularization
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,9 @@ class Config(Replicated):
     use all of their parameters in every step need the search."""
     sync_batchnorm: bool = False
     """Compute BatchNorm statistics over the whole batch instead of over each rank's shard."""
-    clip: float = between(0, 1e6, 0)
-    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
-    for the whole batch."""
     compare: bool = False
     """After training, time the same step in a single process and report the parallel efficiency."""
-    dropout: float = between(0, 0.95, 0)
-    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
-    position in the epoch, so the division into shards does not change the result."""
+    regularization: Regularization = flat(Regularization)
     sharding: Sharding = flat(Sharding)
     elastic: Elastic = field(default_factory=Elastic)
     initial: InitialWeights = flat(InitialWeights)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
 from configs.networks import network_field
-from configs.shared import InitialWeights
+from configs.shared import InitialWeights, Regularization
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Config(Replicated):
     gradients."""
     delay: int = at_least(0, 0)
     """Number of steps that workers take during an exchange, before the outer step is applied (arXiv 2501.18512)."""
+    regularization: Regularization = flat(Regularization)
     initial: InitialWeights = flat(InitialWeights)
 
     def check(self) -> None:

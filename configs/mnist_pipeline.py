@@ -10,6 +10,7 @@ from configs.batch_plan import BatchPlan
 from configs.fields import between, flat
 from configs.networks import network_field
 from configs.pipeline import PipelineConfig, PipelineExperiment
+from configs.shared import Regularization
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Config(PipelineExperiment):
     depth: int = between(1, 256, 2)
     """Number of hidden layers. A depth of 2 with width=128 gives the 784-128-64-10 network."""
     pipeline: PipelineConfig = flat(PipelineConfig)
+    regularization: Regularization = flat(Regularization)
 
     def make_pipeline_config(self) -> PipelineConfig:
         return self.pipeline

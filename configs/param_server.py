@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from configs.dataparallel import Elastic, Replicated
-from configs.fields import at_least
+from configs.fields import at_least, flat
 from configs.networks import network_field
+from configs.shared import Regularization
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Config(Replicated):
     """After training, time the same steps with DDP on the same ranks, and report the samples/s of DDP."""
     plot: bool = True
     """At the end of the run, plot how often each staleness value occurred."""
+    regularization: Regularization = flat(Regularization)
     elastic: Elastic = field(default_factory=Elastic)
 
     def check(self) -> None:

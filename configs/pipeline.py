@@ -9,8 +9,9 @@ from configs.batch_plan import format_nearest_multiples, list_divisors
 from configs.fields import between, chosen_from, custom_code
 from configs.shared import TrainingExperiment
 
-BUILTIN_SCHEDULES = ("naive", "gpipe", "1f1b")
-TORCH_SCHEDULES = (*BUILTIN_SCHEDULES, "interleaved_1f1b", "zero_bubble")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
+V_SCHEDULES = ("zbv", "dualpipev")
+"""Schedules in which rank r of p ranks holds the stages r and 2p - 1 - r."""
 
 
 class MicrobatchError(ValueError):
@@ -23,14 +24,17 @@ class Stages:
 
     transport: Literal["auto", "network"] = "auto"
     """Transport of the built-in engine. On CPUs, auto uses shared memory between ranks of the same host."""
-    schedule: str = custom_code("gpipe", "schedule", "common.techniques.pipeline.schedules:check_schedule_of_config")
-    """Pipeline schedule. Both engines support naive, gpipe (arXiv 1811.06965) and 1f1b. engine=torch also supports
-    interleaved_1f1b (arXiv 2104.04473) and zero_bubble (arXiv 2401.10241). The built-in engine also accepts a custom
-    schedule as FILE.py:function."""
+    schedule: str = custom_code(
+        "gpipe", "schedule", "common.techniques.pipeline.custom_schedules:check_schedule_of_config"
+    )
+    """Pipeline schedule: naive, gpipe (arXiv 1811.06965), 1f1b (2006.09503), interleaved_1f1b (2104.04473), zero_bubble
+    (ZB-H1, 2401.10241), zbv (2401.10241) or dualpipev (2412.19437). The built-in engine also accepts a custom schedule
+    as FILE.py:function."""
     stages: int = between(1, 64, 2)
     """Number of stages of the model; 1 trains the unsplit model."""
     stages_per_process: int = between(1, 64, 1)
-    """Number of stages per rank. Stage s is placed on rank s modulo the number of ranks."""
+    """Number of stages per rank. Stage s is placed on rank s modulo the number of ranks. zbv and dualpipev need two
+    stages per rank: of p ranks, rank r holds the stages r and 2p - 1 - r."""
     split: list[str] = chosen_from("stages", "stages_per_process", "balance")
     """Names of the layers that start a new stage, such as [fc2]. If the list is empty, the stages are balanced
     according to `balance`."""
@@ -81,20 +85,30 @@ class PipelineConfig(Stages):
     def check_schedule(self) -> None:
         """Raise ValueError if the schedule is unknown or the engine does not support it."""
         is_custom = ":" in self.schedule
-        builtin_names = ", ".join(BUILTIN_SCHEDULES)
-        torch_names = ", ".join(TORCH_SCHEDULES)
-        if not is_custom and self.schedule not in TORCH_SCHEDULES:
-            raise ValueError(f"schedule={self.schedule} is unknown; use {torch_names} or FILE.py:function")
-        if self.engine == "own" and not is_custom and self.schedule not in BUILTIN_SCHEDULES:
-            raise ValueError(f"schedule={self.schedule} needs engine=torch; engine=own supports {builtin_names}")
+        names = ", ".join(SCHEDULES)
+        if not is_custom and self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule} is unknown; use {names} or FILE.py:function")
+        if self.schedule in V_SCHEDULES:
+            self.check_v_schedule()
         if self.engine == "torch":
             if is_custom:
                 raise ValueError(
-                    f"schedule={self.schedule} needs engine=own (built-in engine); engine=torch supports {torch_names}"
+                    f"schedule={self.schedule} needs engine=own (built-in engine); engine=torch supports {names}"
                 )
             if self.stages == 1:
                 raise ValueError("engine=torch needs at least 2 stages; use stages=2 or engine=own (built-in engine)")
             self.check_torch_schedule()
+
+    def check_v_schedule(self) -> None:
+        """Raise ValueError if a schedule with stages in the shape of a V does not support the number of stages."""
+        if self.stages_per_process != 2:
+            remedy = f"set stages_per_process=2 and an even number of stages, such as stages={2 * self.processes}"
+            raise ValueError(f"schedule={self.schedule} needs two stages per rank; {remedy}")
+        if self.schedule == "dualpipev" and self.microbatches < self.stages:
+            raise MicrobatchError(
+                "schedule=dualpipev needs at least as many microbatches as stages; "
+                f"set microbatches to {self.stages} or more"
+            )
 
     def check_torch_schedule(self) -> None:
         """Raise ValueError if torch.distributed.pipelining does not support the number of microbatches."""

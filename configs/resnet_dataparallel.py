@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
 from configs.networks import network_field
-from configs.shared import InitialWeights, Sweep
+from configs.shared import InitialWeights, Regularization, Sweep
 
 ONE_DEVICE_MESSAGE = (
     "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"
@@ -46,6 +46,7 @@ class Config(Replicated):
     compare: bool = True
     """After training on several devices, time the same step on a single device and with the other strategies, in
     alternating rounds. A sweep trains a separate run with each strategy instead."""
+    regularization: Regularization = flat(Regularization)
     initial: InitialWeights = flat(InitialWeights)
     grid: Sweep = flat(Sweep)
 
@@ -67,5 +68,10 @@ class Config(Replicated):
                     )
         if self.functional and self.strategy != "data_parallel":
             raise ValueError("functional=true applies to data_parallel only; use strategy=data_parallel")
+        if self.regularization.dropout and self.strategy == "data_parallel":
+            raise ValueError(
+                f"dropout={self.regularization.dropout:g} is not available with strategy=data_parallel, whose copies "
+                "of the model do not know which samples of a batch they compute; use strategy=ddp or single"
+            )
         super().check()
         check_sync_batchnorm(self.sync_batchnorm, self.model)

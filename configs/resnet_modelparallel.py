@@ -9,8 +9,8 @@ from typing import ClassVar, Literal, Self
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
 from configs.networks import RESNETS, network_field
-from configs.pipeline import BUILTIN_SCHEDULES, MicrobatchError, PipelineConfig, PipelineExperiment, Stages
-from configs.shared import InitialWeights, Sweep
+from configs.pipeline import MicrobatchError, PipelineConfig, PipelineExperiment, Stages
+from configs.shared import InitialWeights, Regularization, Sweep
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 
@@ -40,8 +40,8 @@ class Config(PipelineExperiment):
     pipelined mode."""
     engine: Literal["auto", "own", "torch"] = "auto"
     """Pipeline engine. own is the built-in engine (common/techniques/pipeline/executor.py); torch is
-    torch.distributed.pipelining. auto uses the built-in engine if that engine supports the schedule, and otherwise
-    torch."""
+    torch.distributed.pipelining. auto uses the built-in engine, or a single process if `devices` lists several
+    devices."""
     devices: list[str] = field(default_factory=lambda: ["auto"])
     """One device per stage, such as [cuda:0,cuda:1]. A single process then uses all listed devices. [] uses one rank
     per stage. For one pipeline with mode=naive or schedule=gpipe in a local run with GPUs, auto uses all visible GPUs
@@ -55,6 +55,7 @@ class Config(PipelineExperiment):
     """Maximum memory in MB that each rank may allocate for training, beyond what it uses after startup; 0 sets no
     limit. The limit applies to writable address space on a CPU and to tensors on a GPU."""
     pipeline: Stages = flat(Stages)
+    regularization: Regularization = flat(Regularization)
     initial: InitialWeights = flat(InitialWeights)
     grid: Sweep = flat(Sweep)
 
@@ -99,10 +100,7 @@ class Config(PipelineExperiment):
         )
         if self.mode == "single":
             return replace(pipeline, stages=1, stages_per_process=1, split=[], engine="own")
-        if self.engine != "auto":
-            return replace(pipeline, engine=self.engine)
-        is_builtin = pipeline.schedule in BUILTIN_SCHEDULES or ":" in pipeline.schedule
-        return replace(pipeline, engine="own" if is_builtin else "torch")
+        return replace(pipeline, engine="own" if self.engine == "auto" else self.engine)
 
     @property
     def estimated_parameters(self) -> float:

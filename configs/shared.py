@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
 from configs import networks
-from configs.batch_plan import BatchPlan, check_sample_count, list_divisors
+from configs.batch_plan import BatchPlan, check_sample_count
 from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
 
@@ -87,7 +87,7 @@ class Log:
     gradient_norm: Literal["auto", "true", "false"] = field(default="auto", metadata={"needs_model": True})
     """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
-    SGD and a parameter server, the logged value is the mean of the norms of the workers."""
+    SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -199,17 +199,9 @@ class Experiment:
 
     def check(self) -> None:
         """Raise ValueError if settings are incompatible. The error message includes a remedy."""
-        ranks = self.processes
-        if ranks % self.launch.nodes:
-            raise ValueError(
-                f"{ranks} ranks cannot be divided evenly among launch.nodes={self.launch.nodes}; "
-                f"valid numbers of hosts are {list_divisors(ranks)}"
-            )
         if not self.runs:
             raise ValueError("runs= must not be empty; name a folder or omit runs")
-        check_launch(vars(self.launch))
-        if self.launch.mixed and not self.can_mix_devices:
-            raise ValueError("this experiment needs devices of one type; omit launch.mixed=true")
+        check_launch(vars(self.launch), self.processes, can_mix_devices=self.can_mix_devices)
         self.wandb.check()
 
 
@@ -318,6 +310,18 @@ class Optim:
             raise ValueError(f"optim.name={self.name} is unknown; use {', '.join(OPTIMIZERS)} or FILE.py:Class")
         if self.decay not in DECAYS and ":" not in self.decay:
             raise ValueError(f"optim.decay={self.decay} is unknown; use {', '.join(DECAYS)} or FILE.py:function")
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """Settings of every experiment that trains, for clipping gradients and for dropout."""
+
+    clip: float = between(0, 1e6, 0)
+    """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
+    for the whole batch."""
+    dropout: float = between(0, 0.95, 0)
+    """Dropout probability for the inputs of the last layer. The dropout mask of a sample depends only on the sample's
+    position in the epoch, so the division into shards and microbatches does not change the result."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from configs.dataparallel import Replicated
 from configs.fields import at_least, between, flat
 from configs.networks import network_field
-from configs.shared import Sweep
+from configs.shared import Regularization, Sweep
 
 CRITERIA = ("magnitude", "gradient", "taylor", "random")
 
@@ -73,6 +73,7 @@ class Config(Replicated):
     """After training, quantize the model to int8 with torchao, and report the accuracy and size of the int8 model."""
     export: bool = True
     """After training, export the model with torch.export and run it in a process that does not import this project."""
+    regularization: Regularization = flat(Regularization)
     grid: Sweep = flat(Sweep)
     levels: list[str] = field(default_factory=lambda: ["0.8", "0.92", "0.97", "0.99"])
     """Sparsities to measure in a sweep (sweep=true)."""

@@ -65,7 +65,7 @@ def build_model(cfg: Config, run: Run) -> nn.Module:
         model: nn.Module = ResNet(cfg.model, run.sample_shape, run.outputs)
     else:
         model = build_network(cfg.model, run.sample_shape, run.outputs)
-    add_dropout(model, cfg.dropout, cfg.seed)  # dropout masks depend on samples, not on microbatches
+    add_dropout(model, cfg.regularization.dropout, cfg.seed)  # dropout masks depend on samples, not on microbatches
     layout = torch.channels_last if cfg.channels_last else torch.preserve_format
     return model.to(run.device, run.dtype).to(memory_format=layout)
 
@@ -152,7 +152,7 @@ def update_weights(cfg: Config, model: nn.Module, optimizer: Optimizer, scaler: 
     rank, so all ranks skip the same steps.
     """
     scaler.unscale_(optimizer)  # once per step, before clipping
-    step.clip_gradients(model.parameters(), cfg.clip)
+    step.clip_gradients(model.parameters(), cfg.regularization.clip)
     scale_before = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()

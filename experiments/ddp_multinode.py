@@ -84,7 +84,7 @@ def main(cfg: Config, run: Run) -> None:
             loss = run.loss(model(step.x), step.y, reduction="sum") / step.mean_shard
             step.log(loss=loss)
             loss.backward()  # also averages gradients over the ranks; with FSDP, each rank keeps one shard
-            step.clip_gradients(model.parameters(), cfg.clip)
+            step.clip_gradients(model.parameters(), cfg.regularization.clip)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             optimizer.step()
     run.report(*report_scaling(cfg, run, model))

@@ -141,6 +141,8 @@ def main(cfg: Config, run: Run) -> None:
         loss.backward()
         if step.number <= cfg.start:
             worker.average_gradients()
+        # Each worker clips its own gradient, or the mean gradient of a synchronous step.
+        step.clip_gradients(network.parameters(), cfg.regularization.clip)
         optimizer.step()
         if step.number == cfg.start:
             worker.set_reference_to_parameters()

@@ -2,6 +2,7 @@
 
     python experiments/mnist_pipeline.py                                   two stages, GPipe, 4 microbatches
     python experiments/mnist_pipeline.py schedule=1f1b stages=3            another schedule, three ranks
+    python experiments/mnist_pipeline.py schedule=zbv stages=4 stages_per_process=2 depth=3      two stages per rank
     python experiments/mnist_pipeline.py engine=torch schedule=zero_bubble torch.distributed.pipelining
     python experiments/mnist_pipeline.py stages=1 microbatches=1           the unsplit model, for comparison
     python experiments/mnist_pipeline.py --help                            all settings
@@ -17,13 +18,15 @@ unsplit model. With p stages of equal cost, each rank is idle for (p - 1) / (m +
 bubble (GPipe: Huang et al. 2019, arXiv 1811.06965). A schedule is a list of forward and backward passes for each rank.
 Schedules are defined in common/techniques/pipeline/schedules.py and executed by `pipe.step` (executor.py in the same
 folder).
-The schedule 1f1b stores fewer activations (Harlap et al. 2018, arXiv 1806.03377). The schedules interleaved_1f1b and
-zero_bubble have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv 2401.10241).
+The schedule 1f1b stores fewer activations (Harlap et al. 2018, arXiv 1806.03377). The schedules interleaved_1f1b,
+zero_bubble, zbv and dualpipev have smaller bubbles (Narayanan et al. 2021, arXiv 2104.04473; Qi et al. 2023, arXiv
+2401.10241; DeepSeek-AI 2024, arXiv 2412.19437).
 """
 
 from __future__ import annotations
 
 from common.api import Run, SimpleNN, build_network, build_optimizer, start
+from common.models.sample_dropout import add_dropout
 from common.techniques.pipeline import model_split
 from common.techniques.pipeline.executor import PipelineEngine
 from common.techniques.pipeline.report import PipelineReport
@@ -35,10 +38,12 @@ from torch import nn
 
 def build_model(cfg: Config, run: Run) -> nn.Sequential:
     """Build the unsplit model. All ranks use the same seed and therefore have equal weights."""
+    network: nn.Sequential
     if cfg.model == "mlp":
-        return SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.outputs)
-    network: nn.Sequential = build_network(cfg.model, run.sample_shape, run.outputs)
-    return network
+        network = SimpleNN(cfg.width, cfg.depth, run.sample_shape, run.outputs)
+    else:
+        network = build_network(cfg.model, run.sample_shape, run.outputs)
+    return add_dropout(network, cfg.regularization.dropout, cfg.seed)
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -53,6 +58,9 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps():
         optimizer.zero_grad()
         loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches, ordered by the schedule
+        if cfg.regularization.clip:
+            norm = pipe.clip_gradients(cfg.regularization.clip)  # of the gradients of all stages
+            step.log_gradient_norm(norm)
         optimizer.step()
         step.log(loss=loss)
     run.report(report_idle_shares(cfg, run, pipe))

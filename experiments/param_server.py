@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from common.api import ReportData, Run, build_network, build_optimizer, start
 from common.measure import plots
+from common.models.sample_dropout import add_dropout
 from common.runs.folder import write_json
 from common.runs.result import Report
 from common.techniques.data_parallel import ddp
@@ -85,7 +86,7 @@ def time_ddp(cfg: Config, run: Run) -> ReportData:
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
     network: nn.Module = build_network(cfg.model, run.sample_shape, run.outputs)
-    return network.to(run.device, run.dtype)
+    return add_dropout(network, cfg.regularization.dropout, cfg.seed).to(run.device, run.dtype)
 
 
 def create_worker(cfg: Config, run: Run, network: nn.Module) -> ParameterServerRank:
@@ -108,6 +109,7 @@ def main(cfg: Config, run: Run) -> None:
     # Outside of sync mode, each worker loads whole batches, because it may claim any share.
     batches = run.batches(shard=run.shard if cfg.mode == "sync" else (0, 1))
     register_worker(run, worker, optimizer, batches)  # serves from the first step to the last evaluation
+    clip = cfg.regularization.clip
 
     for step in run.steps():
         with step:
@@ -119,10 +121,15 @@ def main(cfg: Config, run: Run) -> None:
                 network.zero_grad()
                 loss = run.loss(network(x), y, reduction="sum") / (cfg.batch / run.world.size)
                 loss.backward()
+                if cfg.mode != "sync":  # each push is applied on its own
+                    step.clip_gradients(network.parameters(), clip)
                 staleness.append(float(worker.push()))
                 losses.append(loss.detach())
             if losses:  # no losses if other workers have already processed the whole batch
                 step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
+            if clip and cfg.mode == "sync":
+                norm = worker.clip_prepared_step(clip)  # of the mean gradient, over all servers
+                step.log_gradient_norm(norm)
             step.commit()  # with elastic=true, ranks agree that all servers have received all pushes
             worker.apply_prepared_step()
     run.report(*report_servers(cfg, run, worker))

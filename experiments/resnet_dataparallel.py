@@ -122,6 +122,7 @@ def main(cfg: Config, run: Run) -> None:
         loss = run.loss(forward(step.x), step.y, reduction="sum") / step.mean_shard
         step.log(loss=loss)
         loss.backward()
+        step.clip_gradients(model.parameters(), cfg.regularization.clip)
         optimizer.step()
         running_loss.add(loss, step)
     run.report(*report_strategies(cfg, run))

@@ -36,6 +36,7 @@ from common.api import ReportData, ResNet, Run, build_network, build_optimizer, 
 from common.measure.memory import describe_peak_memory, format_megabytes, limit_memory, read_peak_memory
 from common.models.model_file import load_initial_weights
 from common.models.networks import Toy
+from common.models.sample_dropout import add_dropout
 from common.ranks.averaging import average_tensors
 from common.ranks.rendezvous import World
 from common.system.seeds import derive_seed
@@ -64,6 +65,7 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
     else:
         model = ResNet(cfg.model, run.sample_shape, run.outputs, width=cfg.width)
     load_initial_weights(model, cfg.initial.weights, cfg.runs)
+    add_dropout(model, cfg.regularization.dropout, cfg.seed)
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 
@@ -121,6 +123,9 @@ def main(cfg: Config, run: Run) -> None:
                 if loss is not None:
                     averaged.append(loss)
                 average_tensors(averaged, dp.group)
+            if cfg.regularization.clip:
+                norm = pipe.clip_gradients(cfg.regularization.clip)  # of the gradients of all stages
+                step.log_gradient_norm(norm)
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
     run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))

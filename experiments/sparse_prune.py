@@ -34,6 +34,7 @@ measured at the end.
 from __future__ import annotations
 
 from common.api import ReportData, Run, UserError, build_network, build_optimizer, start
+from common.models.sample_dropout import add_dropout
 from common.system import seeds
 from common.techniques.data_parallel import ddp
 from common.techniques.pruning import pruning_masks, pruning_savings, pruning_schedules
@@ -150,7 +151,7 @@ def main(cfg: Config, run: Run) -> None:
     if cfg.int8 and not run.train_set.has_labels:
         raise UserError("int8=true reports the accuracy, which needs class labels; use int8=false")
     inner_model: nn.Module = build_network(cfg.model, run.sample_shape, run.outputs)
-    inner_model.to(run.device, run.dtype)
+    add_dropout(inner_model, cfg.regularization.dropout, cfg.seed).to(run.device, run.dtype)
     masks = Masks(inner_model)
     model = inner_model
     if run.world.size > 1:
@@ -167,6 +168,7 @@ def main(cfg: Config, run: Run) -> None:
         loss = run.loss(model(step.x), step.y)
         step.log(loss=loss)
         loss.backward()
+        step.clip_gradients(model.parameters(), cfg.regularization.clip)
         optimizer.step()
         if cfg.l1:
             pruning_masks.soft_threshold(masks.weights, step.rate * cfg.l1)

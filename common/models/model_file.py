@@ -20,7 +20,7 @@ from common.config.lookup import import_object
 from common.data.prepare import hash_file
 from common.models import networks
 from common.models.networks import Recipe
-from common.models.sample_dropout import add_dropout
+from common.models.sample_dropout import add_dropout, get_dropout
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json, write_json
 from common.system.errors import UserError
 from configs.shared import InitialWeights
@@ -204,9 +204,9 @@ class ModelSettings(Protocol):
 def init_network(cfg: ModelSettings, shape: Sequence[int], classes: int) -> Any:
     """Build the network cfg.model and load the initial weights that cfg.initial.weights refers to.
 
-    `shape` is the shape of one image: [H, W] or [C, H, W]. If cfg.dropout exists and is not 0, a SampleDropout layer is
-    inserted before the last layer. Raises UserError if the weights do not match the network.
+    `shape` is the shape of one image: [H, W] or [C, H, W]. If `dropout` is not 0, a SampleDropout layer is inserted
+    before the last layer. Raises UserError if the weights do not match the network.
     """
     model = networks.build_network(cfg.model, shape, classes)
     load_initial_weights(model, cfg.initial.weights, cfg.runs)
-    return add_dropout(model, getattr(cfg, "dropout", 0.0), cfg.seed)
+    return add_dropout(model, get_dropout(cfg), cfg.seed)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from common.system import seeds
 from common.system.errors import UserError
+from configs.fields import find_group
+from configs.shared import Regularization
 
 N = TypeVar("N", bound=nn.Module)
 
@@ -38,6 +40,8 @@ class SampleDropout(nn.Module):
         self.epoch = 0
         self.microbatches: deque[range] = deque()
         """Positions of the samples of each remaining microbatch in the current step."""
+        self.step_microbatches: list[range] = []
+        """Positions of the samples of each microbatch that the loader yields in the current step."""
 
     def set_positions(self, epoch: int, microbatches: Iterable[range]) -> None:
         """Set the epoch and the sample positions of each microbatch of the next step.
@@ -45,7 +49,18 @@ class SampleDropout(nn.Module):
         Positions are counted from 0 within the epoch. Each subsequent call of the layer processes one microbatch.
         """
         self.epoch = epoch
-        self.microbatches = deque(microbatches)
+        self.step_microbatches = list(microbatches)
+        self.microbatches = deque(self.step_microbatches)
+
+    def select_share(self, share: int, shares: int) -> None:
+        """Let the next call process one of several equal shares of the step's batch, in any order of the shares.
+
+        The loader must yield the batch as one microbatch. Without positions, this method has no effect.
+        """
+        if self.step_microbatches:
+            (positions,) = self.step_microbatches
+            size = len(positions) // shares
+            self.microbatches = deque([positions[share * size : (share + 1) * size]])
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to the inputs [n, ...] of the next microbatch.
@@ -80,6 +95,12 @@ class SampleDropout(nn.Module):
     def extra_repr(self) -> str:
         """Return the rate for the printed representation of the model."""
         return f"rate={self.rate}"
+
+
+def get_dropout(cfg: object) -> float:
+    """Return the dropout probability of a config, or 0 if the config has no such setting."""
+    settings = find_group(cfg, Regularization)
+    return settings.dropout if settings else 0.0
 
 
 def add_dropout(network: N, rate: float, seed: int) -> N:

@@ -101,15 +101,20 @@ class Step:
     def clip_gradients(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Scale the gradients so that their norm is at most `max_norm`, and log the norm before the scaling.
 
-        If `max_norm` is 0, the gradients are not clipped. The gradients must be equal on all ranks, or sharded over
-        them. All ranks must call this method.
+        If `max_norm` is 0, the gradients are not clipped. If they are sharded (FSDP2), all ranks must call this method.
         """
         if max_norm:
             from common.training.gradient_norm import clip_gradients  # imported here because most runs do not clip
 
-            norm = clip_gradients(parameters, max_norm)
-            if self.run.cfg.log.gradient_norm != "false":
-                self.values["gradient_norm"] = norm
+            self.log_gradient_norm(clip_gradients(parameters, max_norm))
+
+    def log_gradient_norm(self, norm: Tensor) -> None:
+        """Log a norm that a technique has computed to clip the gradients, unless log.gradient_norm=false.
+
+        In an elastic run, the norm must be equal on all ranks.
+        """
+        if self.run.cfg.log.gradient_norm != "false":
+            self.values["gradient_norm"] = norm
 
     def commit(self) -> None:
         """Confirm that no rank is lost in an elastic run (elastic=true).

@@ -62,13 +62,11 @@ class Run(RunContext):
             parts = list(model.local_stages.values())
             evaluate = partial(score_stages, model, self, peers)
             loss_rank = model.last_rank
-        dropout_layers = list_dropout_layers(parts)
-        if dropout_layers:
-            self.add_hook(DropoutPositions(self, dropout_layers))
         holders = self.ranks if replicated else None  # the ranks that hold the same parts as this rank
         if peers is not None:
             holders = Ranks(peers)
         state = TrainState(parts, optimizer, batches, peers=holders, scaler=scaler, local=self.local_parts)
+        self._add_dropout_hook(parts)
         self.set_up_training(state, evaluate, loss_rank)
 
     def register_state(self, state: TrainState) -> None:
@@ -80,7 +78,13 @@ class Run(RunContext):
         def evaluate() -> dict[str, float]:
             return score_replicated(state.prepare_evaluation(), self)
 
+        self._add_dropout_hook(state.parts)
         self.set_up_training(state, evaluate, MEAN)
+
+    def _add_dropout_hook(self, parts: Sequence[nn.Module]) -> None:
+        dropout_layers = list_dropout_layers(parts)
+        if dropout_layers:
+            self.add_hook(DropoutPositions(self, dropout_layers))
 
     def steps(self, evaluate: Evaluate | None = None) -> Iterator[Step]:
         """Yield the remaining optimizer steps, and evaluate the model after each epoch.

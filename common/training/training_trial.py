@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.config.config_keys import read_values
 from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.data.prepare import PreparedDataset
 from common.data.samples import Images, open_samples
 from common.models.networks import build_network
+from common.models.sample_dropout import get_dropout
 from common.system.errors import UserError
 from common.system.seeds import derive_seed
 from common.training.losses import ALTERNATIVES, check_losses
@@ -58,7 +58,7 @@ def check_network(cfg: TrainingExperiment, value: str, network: nn.Module) -> No
         raise UserError(
             f"model={value}: {problem} whose children are the layers; data parallelism accepts any nn.Module"
         )
-    if read_values(cfg).get("dropout") and not isinstance(network, nn.Sequential):
+    if get_dropout(cfg) and not isinstance(network, nn.Sequential):
         problem = "the setting dropout inserts a layer before the last layer of an nn.Sequential"
         raise UserError(f"model={value}: {problem}; omit dropout, and add dropout layers to the network instead")
     if not any(parameter.requires_grad for parameter in network.parameters()):

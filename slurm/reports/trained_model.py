@@ -241,22 +241,27 @@ def export_model(folder: RunFolder, form: str) -> int:
 def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, draft: Path, path: Path) -> float:
     """Write an exported model to the file `draft`, and check its outputs for random inputs.
 
+    Channels whose weights are zero are not exported.
     Returns the largest difference between the outputs of the exported and the original model, relative to the largest
     output. Raises UserError if the model cannot be exported or the difference is too large. Error messages contain
     `path`, the path to which the caller renames `draft`.
     """
     import torch
 
-    from common.models import exporting
+    from common.models import exporting, zero_channels
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(EXPORT_SAMPLES, *facts["shape"], generator=generator, dtype=getattr(torch, facts["dtype"]))
     with torch.no_grad():
         expected = model(x)
 
+    smaller = zero_channels.remove_zero_channels(model, x)
+    removed = zero_channels.count_parameters(model) - zero_channels.count_parameters(smaller)
+    if removed:
+        print(f"removed {removed:,} parameters of channels whose weights are zero")
     try:
         with convert_disk_errors(path):
-            outputs = exporting.WRITERS[form](model, x, draft)
+            outputs = exporting.WRITERS[form](smaller, x, draft)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 (torch.export raises many types of errors for custom networks)

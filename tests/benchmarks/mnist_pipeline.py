@@ -158,6 +158,41 @@ def width_table(samples: Samples) -> Table:
     return Table(columns, rows)
 
 
+# The first 15 layers have the same size, so that the stages take equally long.
+BUBBLE = ("width=784", "depth=16", "batch=2048", "microbatches=8", "steps=8")
+ONE_STAGE = ("naive", "gpipe", "1f1b", "zero_bubble")
+TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
+
+
+def list_bubble_settings() -> dict[str, tuple[str, ...]]:
+    """Return the settings of each side: two ranks with one stage or with two stages each."""
+    settings: dict[str, tuple[str, ...]] = {}
+    for name in ONE_STAGE:
+        settings[name] = (f"schedule={name}", "stages=2", "split=[fc9]")
+    for name in TWO_STAGES:
+        stages = ("stages=4", "stages_per_process=2", "split=[fc5,fc9,fc13]")
+        settings[f"{name}, 2 stages per rank"] = (f"schedule={name}", *stages)
+    return settings
+
+
+def bubble_sides(scratch: Path) -> list[Task]:
+    tasks = []
+    for label, settings in list_bubble_settings().items():
+        keep = ("ideal_bubble", "idle_share")
+        tasks.append(run_of(scratch, label, NAME, *ONE_THREAD, *BUBBLE, *settings, keep=keep))
+    return tasks
+
+
+def bubble_table(samples: Samples) -> Table:
+    rows = []
+    for label in list_bubble_settings():
+        computed = samples.number(label, "ideal_bubble", 100)
+        idle = [samples.number(label, f"idle_share_{rank}", 100) for rank in (0, 1)]
+        rows.append(Row(label, [samples.number(label, factor=1e3), computed, *idle]))
+    columns = ("schedule", "ms per step", "computed bubble, %", "rank 0 idle, %", "rank 1 idle, %")
+    return Table(columns, rows)
+
+
 # ---- loops and loaders
 
 
@@ -392,6 +427,13 @@ PARTS = [
         width_table,
         rounds=3,
         facts=(THREADS, "batch size 1024"),
+    ),
+    Part(
+        f"{NAME}/bubbles",
+        "computed and measured bubbles of the built-in engine: width 784, depth 16, batch 2048, 8 microbatches",
+        bubble_sides,
+        bubble_table,
+        facts=(THREADS, "batch size 2048"),
     ),
     Part(
         f"{NAME}/loop",

@@ -88,7 +88,7 @@ COMMON_MISTAKES = [
     ),
     Mistake(
         "one-more-in-flight",  # 1F1B keeps one microbatch's activations too many
-        "common/techniques/pipeline/schedules.py",
+        "common/techniques/pipeline/interleaved_schedules.py",
         "in_flight[stage] >= stages - stage:",
         "in_flight[stage] > stages - stage:",
     ),
@@ -229,10 +229,10 @@ EXPERIMENT_MISTAKES = [
         "experiments/amp_accum.py",
         """\
     scaler.unscale_(optimizer)  # once per step, before clipping
-    step.clip_gradients(model.parameters(), cfg.clip)
+    step.clip_gradients(model.parameters(), cfg.regularization.clip)
 """,
         """\
-    step.clip_gradients(model.parameters(), cfg.clip)
+    step.clip_gradients(model.parameters(), cfg.regularization.clip)
     scaler.unscale_(optimizer)
 """,
     ),

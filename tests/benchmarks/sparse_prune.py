@@ -2,13 +2,16 @@
 
 Criteria: LeNet-300-100 on MNIST, dense and with each criterion, one seed a round. Masks: global magnitude masks of
 ResNet-50 against torch.nn.utils.prune.global_unstructured. Step: a training step with masks against a dense one, and
-against the library's reparametrization. Linear: a layer in CSR against dense ones in float32 and bf16.
+against the library's reparametrization. Linear: a layer in CSR against dense ones in float32 and bf16. Channels:
+networks without their pruned channels against dense ones. Int8: layers in int8 against float32 and bf16.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -25,9 +28,10 @@ from common.data.prepare import PreparedDataset
 from common.data.samples import Images
 from common.measure import plots
 from common.models import networks
+from common.models.zero_channels import remove_zero_channels
 from common.ranks.rendezvous import World
 from common.system import seeds
-from common.techniques.pruning import pruning_masks, pruning_savings
+from common.techniques.pruning import int8, pruning_masks, pruning_savings
 from common.techniques.pruning.pruning_masks import Masks
 from configs.sparse_prune import Config
 from tests.benchmarks import peers
@@ -241,6 +245,102 @@ def linear_table(samples: Samples) -> Table:
     return Table(("pruned weights", "ms: CSR", "dense float32 / CSR", "dense bf16 / CSR"), rows)
 
 
+# ---- networks without pruned channels
+
+CHANNEL_SPARSE = (0.5, 0.75)
+NETWORK_SAMPLES = 256
+
+
+def channel_sides(world: World) -> dict[str, Side]:
+    torch.manual_seed(0)
+    model = networks.build_network("lenet5", (28, 28), 10).eval().requires_grad_(False)
+    inputs = torch.randn(NETWORK_SAMPLES, 28, 28)
+    sides = {"dense": make_inference_side(model, inputs)}
+    for level in CHANNEL_SPARSE:
+        pruned = copy.deepcopy(model)
+        masks = Masks(pruned)
+        masks.replace_masks(pruning_masks.make_channel_masks([weight.abs() for weight in masks.weights], level))
+        masks.apply_to_weights()
+        smaller = remove_zero_channels(pruned, inputs[:1])
+        gap = (smaller(inputs) - pruned(inputs)).abs().max()
+        if gap > 1e-6 * pruned(inputs).abs().max():
+            raise AssertionError(f"the outputs without pruned channels differ by {gap:.2g}")
+        sides[f"zeros {level:.0%}"] = make_inference_side(pruned, inputs)
+        sides[f"removed {level:.0%}"] = make_inference_side(smaller, inputs)
+    return sides
+
+
+def channel_table(samples: Samples) -> Table:
+    rows = [Row("none", [samples.number("dense", factor=1e3), "1", "1"])]
+    for level in CHANNEL_SPARSE:
+        removed = f"removed {level:.0%}"
+        gains = [samples.ratio("dense", removed), samples.ratio(f"zeros {level:.0%}", removed)]
+        rows.append(Row(f"{100 * level:.0f} %", [samples.number(removed, factor=1e3), *gains]))
+    return Table(("removed channels", "ms", "dense / this", "with zeros / this"), rows)
+
+
+# ---- int8
+
+CONVOLUTION = (64, 64, 3)
+PIXELS = 32
+
+
+def quantize_convolution(layer: nn.Conv2d, inputs: Tensor) -> nn.Module:
+    """Return a convolution in int8, with scales for its weights and fixed scales for inputs and outputs.
+
+    torchao's int8 configurations cover only linear layers, so this function uses torch.ao.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.ao is deprecated
+        quantization: Any = importlib.import_module("torch.ao.quantization")
+        model = nn.Sequential(quantization.QuantStub(), copy.deepcopy(layer), quantization.DeQuantStub())
+        model.qconfig = quantization.get_default_qconfig("x86")
+        prepared = quantization.prepare(model.eval())
+        prepared(inputs)  # determines the scales of inputs and outputs
+        quantized: nn.Module = quantization.convert(prepared)
+    return quantized
+
+
+def int8_sides(world: World) -> dict[str, Side]:
+    torch.manual_seed(0)
+    linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    convolution = nn.Conv2d(*CONVOLUTION, padding=1).requires_grad_(False)
+    vectors = torch.randn(SAMPLES, WIDTH)
+    images = torch.randn(SAMPLES, CONVOLUTION[0], PIXELS, PIXELS)
+    quantized_linear = int8.quantize_to_int8(nn.Sequential(linear))
+    quantized_convolution = quantize_convolution(convolution, images)
+    sides: dict[str, Side] = {}
+    for name, layer, quantized, inputs in (
+        ("linear", linear, quantized_linear, vectors),
+        ("convolution", convolution, quantized_convolution, images),
+    ):
+        expected = layer(inputs)
+        gap = (quantized(inputs) - expected).norm() / expected.norm()
+        if gap > MAX_INT8_GAP:
+            raise AssertionError(f"the outputs of the int8 {name} differ by {gap:.1%}")
+        sides[f"{name} fp32"] = make_inference_side(layer, inputs)
+        sides[f"{name} bf16"] = make_inference_side(copy.deepcopy(layer).bfloat16(), inputs.bfloat16())
+        sides[f"{name} int8"] = make_inference_side(quantized, inputs)
+    return sides
+
+
+MAX_INT8_GAP = 0.03
+"""Largest difference between the outputs in int8 and in float32, relative to the norm of the outputs."""
+
+
+def int8_table(samples: Samples) -> Table:
+    rows = []
+    for name in ("linear", "convolution"):
+        milliseconds = [samples.number(f"{name} {kind}", factor=1e3) for kind in ("fp32", "bf16", "int8")]
+        gains = [samples.ratio(f"{name} {kind}", f"{name} int8") for kind in ("fp32", "bf16")]
+        rows.append(Row(name, [*milliseconds, *gains]))
+    return Table(("layer", "ms: float32", "ms: bf16", "ms: int8", "float32 / int8", "bf16 / int8"), rows)
+
+
+def no_torchao() -> str:
+    return "" if int8.has_torchao() else int8.MISSING_TORCHAO
+
+
 # ---- 2:4 on a GPU
 
 
@@ -311,6 +411,26 @@ PARTS = [
         rounds=8,
         drop=1,
         facts=("2 threads",),
+    ),
+    Part(
+        f"{NAME}/channels",
+        f"LeNet-5 without pruned channels, {NETWORK_SAMPLES} samples",
+        lambda scratch: [Team(1, 2, channel_sides)],
+        channel_table,
+        rounds=8,
+        drop=1,
+        facts=("2 threads",),
+    ),
+    Part(
+        f"{NAME}/int8",
+        f"int8 layers: linear {WIDTH} x {WIDTH}, and 3x3 with {CONVOLUTION[0]} channels of {PIXELS} pixels; "
+        f"{SAMPLES} samples",
+        lambda scratch: [Team(1, 2, int8_sides)],
+        int8_table,
+        rounds=8,
+        drop=1,
+        facts=("2 threads",),
+        missing=no_torchao,
     ),
     Part(f"{NAME}/gpu", "2:4 on sparse tensor cores", card_sides, card_table, missing=no_gpu),
 ]

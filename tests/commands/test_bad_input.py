@@ -58,7 +58,7 @@ FILES = [
         "pass",
         "there is no file ",
         "name an existing FILE.py:function",
-        "naive, gpipe, 1f1b (with engine=torch also interleaved_1f1b, zero_bubble)",
+        "naive, gpipe, 1f1b, interleaved_1f1b, zero_bubble, zbv, dualpipev",
         arguments=("schedule=no.py:f",),
     ),
     scheduled("schedule: no function", "pass", "no function 'g'", "it has f", arguments=("schedule=own.py:g",)),

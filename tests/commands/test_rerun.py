@@ -101,10 +101,10 @@ def test_a_repetition_stores_the_file_of_an_overridden_schedule(tmp_path: Path) 
     order = write_schedule(tmp_path)
     old_text = order.read_text()
     old, cfg = make_run_with_custom_files("mnist_pipeline", tmp_path, f"schedule={order}:own")
-    order = write_schedule(tmp_path, "FBW")
+    order = write_schedule(tmp_path, "FBX")
     assert read_stored_files(old, cfg) == [old_text]
     assert read_stored_files(old, cfg, ["schedule"]) == [order.read_text()]
-    with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: invalid action .'W', 0, 0. on rank 0"):
+    with pytest.raises(UserError, match=f"schedule={order}:own: {order}:1: invalid action .'X', 0, 0. on rank 0"):
         custom_code.check_custom_settings(cfg)
     custom_code.check_custom_settings(cfg, old.path / "code")
 

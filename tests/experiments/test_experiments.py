@@ -233,7 +233,12 @@ def read_main(name: str) -> str:
 def test_answers_need_no_torch() -> None:
     free = ["data.prepare", "data.sources", "checkpoint.storage", "checkpoint.extension", "models.initial_weights"]
     free += ["backend.algorithms", "backend.cost", "ranks.links.connecting", "training.custom_optimizer"]
-    free += ["techniques.pipeline.schedules", "ranks.rank_info", "measure.straggler"]
+    free += [
+        "techniques.pipeline.schedules",
+        "techniques.pipeline.custom_schedules",
+        "ranks.rank_info",
+        "measure.straggler",
+    ]
     free += ["techniques.elastic.coordinator", "techniques.elastic.supervisor", "techniques.elastic.member"]
     for package in ("config", "system", "runs", "runs/tracking", "runs/compare"):
         files = (ROOT / "common" / package).glob("[a-z]*.py")

@@ -55,7 +55,7 @@ MODES = [
     ("mode=naive schedule=1f1b split_size=8", 2, "naive own 2 8"),
     ("mode=pipelined", 2, "gpipe own 2 4"),
     ("schedule=1f1b stages=4 stages_per_process=2", 2, "1f1b own 4 4"),
-    ("schedule=zero_bubble stages=3", 3, "zero_bubble torch 3 4"),
+    ("schedule=zero_bubble stages=3", 3, "zero_bubble own 3 4"),
     ("schedule=1f1b engine=torch", 2, "1f1b torch 2 4"),
     ("devices=[cpu,cpu]", 1, "gpipe own 2 4"),
     ("devices=[cpu,cpu] mode=naive", 1, "naive own 2 1"),
@@ -75,7 +75,7 @@ VECTORS = "model=toy data.name=vectors"
 INVALID_SETTINGS = {
     "split_size=5": "split_size=5 ... 1, 2, 4, 8, 16, 32, 64",
     "split_size=65": "batch=64 ... split_size=65",
-    "engine=own schedule=zero_bubble": "needs engine=torch",
+    "schedule=dualpipev stages=4 stages_per_process=2 split_size=32": "at least as many ... batch / split_size",
     "engine=torch schedule=1f1b stages=3 split_size=32": "at least as many ... batch / split_size",
     "split=[layer2_0] stages=3": "makes 2 stages ... split=[] to balance",
     "devices=[gpu,gpu]": "gpu is not a valid device ... [cuda:0,cuda:1]",

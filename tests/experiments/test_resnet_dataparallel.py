@@ -79,6 +79,7 @@ INVALID_SETTINGS = {
     "strategy=single processes_per_node=2": "processes_per_node ... strategy=ddp",
     "strategy=data_parallel launch.nodes=2": "launch.nodes ... strategy=ddp",
     "functional=true": "functional=true applies to data_parallel only",
+    "strategy=data_parallel dropout=0.1": "dropout=0.1 is not available ... use strategy=ddp or single",
     "batch=63": "batch=63 ... 2 ranks ... batch=62 or 64",
 }
 

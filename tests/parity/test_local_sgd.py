@@ -13,6 +13,7 @@ from tests.harness.parity.reference import TOLERANCE
 
 DDP = "ddp"
 DELAYED_START = "every=4,start=6"
+REGULARIZATION = "clip=1,dropout=0.1"
 PLAIN_SGD = "optim.momentum=0,optim.lr=0.3"
 
 
@@ -38,8 +39,8 @@ def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
     """A step is linear in gradient and momentum, so the mean of the workers' momenta equals the momentum of DDP."""
     averaged = "every=1,momentum_of=averaged"
     reset = "every=1,momentum_of=reset"
-    plain_sgd = f"every=1,{PLAIN_SGD}"
-    ddp_sgd = f"ddp,{PLAIN_SGD}"
+    plain_sgd = f"every=1,{PLAIN_SGD},dropout=0.1"
+    ddp_sgd = f"ddp,{PLAIN_SGD},dropout=0.1"
     torch_optimizer = f"torch,{DELAYED_START}"
     local_cases = [averaged, "every=1", reset, plain_sgd, DELAYED_START, "every=4"]
     cases = [*local_cases, DDP, ddp_sgd, torch_optimizer]
@@ -61,7 +62,10 @@ def test_one_worker_equals_plain_training_for_any_round(tmp_path: Path, cache: P
         "every=3,momentum_of=reset",
         "every=3,delay=1,outer_lr=0.5",
     ]
-    outcomes = train_cases(LOCAL_SGD, tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases])
+    regularized = [f"ddp,{REGULARIZATION}", f"every=7,start=4,{REGULARIZATION}"]
+    outcomes = train_cases(LOCAL_SGD, tmp_path, cache, 1, [DDP, *equal_cases, *unequal_cases, *regularized])
+    assert find_gap(*(outcomes[case] for case in regularized)) <= TOLERANCE
+    assert find_gap(outcomes[DDP], outcomes[regularized[0]]) > 1e-6
     for case in equal_cases:
         assert find_gap(outcomes[case], outcomes[DDP]) <= TOLERANCE, case
     for case in unequal_cases:

@@ -6,6 +6,7 @@ The ResNet has 8 channels and images of 16 pixels, except for one case of each k
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from tests.harness.parity.reference import list_differences, list_loss_differenc
 from tests.harness.parity.stage_cases import RESNET
 
 CUTS = {2: "[layer3_0]", 3: "[layer2_0,layer3_1]", 4: "[layer2_0,layer3_0,layer4_0]"}
-TORCH = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+ONE_STAGE_PER_RANK = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
+TWO_STAGES_PER_RANK = ("interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
 WIDE = "width=64,data.samples=13,batch=4,steps=3"  # an epoch of three steps
 SIZES = {2: "mode=single,split_size=2", 8: "mode=single,split_size=8"}
 
@@ -35,11 +37,13 @@ def cases(processes: int) -> dict[str, list[str]]:
         single_process.append(f"mode=naive,split_size=8,devices=[cpu,cpu],{cut(2)}")
         return {"devices": single_process}
     built_in = [f"mode=naive,{cut(processes)}", f"mode=naive,split_size=8,{cut(processes)}"]
-    built_in += [f"schedule={name},{cut(processes)}" for name in ("gpipe", "1f1b")]
-    library = [f"engine=torch,schedule={name},{cut(processes)}" for name in TORCH]
+    built_in += [f"schedule={name},{cut(processes)}" for name in ("gpipe", "1f1b", "zero_bubble")]
+    library = [f"engine=torch,schedule={name},{cut(processes)}" for name in ONE_STAGE_PER_RANK]
     if processes == 3:
         return {"built_in": built_in, "library": library}
-    rings = [f"schedule={name},stages_per_process=2,{cut(4)}" for name in ("gpipe", "interleaved_1f1b", "zero_bubble")]
+    rings = [f"schedule=gpipe,stages_per_process=2,{cut(4)}"]
+    for engine, name in itertools.product(("own", "torch"), TWO_STAGES_PER_RANK):
+        rings.append(f"engine={engine},schedule={name},stages_per_process=2,{cut(4)}")
     two_stages = [f"transport=network,{cut(2)}", "stages=2,split=[relu]", "stages=2,balance=time"]
     return {"built_in": built_in, "library": library, "others": [*rings, *two_stages]}
 

@@ -12,6 +12,7 @@ import torch
 from common.config import config
 from common.data import prepare
 from common.models.networks import ResNet
+from common.models.sample_dropout import add_dropout
 from common.system import seeds
 from configs.resnet_modelparallel import Config
 from tests.harness.commands.processes import FinishedRun, run_experiment
@@ -32,6 +33,8 @@ PARITY = (
     "plot=false",
     "log.gradient_norm=true",
     "launch.threads=1",
+    "clip=1",
+    "dropout=0.1",
 )
 STAGES = ("replicas=2", "stages=2", "split=[layer3_0]", "checkpoint.every_seconds=0")
 
@@ -44,7 +47,8 @@ def train_two_shards(cache: Path) -> dict[str, Any]:
     """
     cfg = config.load_config(Config, [*PARITY, f"data.cache={cache}", "mode=single"], {})
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
-    model = ResNet("resnet18", (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width).double()
+    model = ResNet("resnet18", (3, cfg.data.image_size, cfg.data.image_size), 10, width=cfg.width)
+    add_dropout(model, cfg.regularization.dropout, cfg.seed).double()
     prepared = prepare.prepare_dataset(cfg.data)
     return train_reference(cfg, model, prepared, (4, 4))
 

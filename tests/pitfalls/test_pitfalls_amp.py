@@ -23,7 +23,7 @@ from common.models.networks import SimpleNN
 from common.training import optimizers
 from common.training.loop import Step
 from configs.amp_accum import Config as AmpConfig
-from configs.shared import Optim
+from configs.shared import Optim, Regularization
 from experiments import amp_accum
 from tests.harness.parity.amp_cases import MISTAKES
 from tests.harness.parity.method import replace_attributes
@@ -129,7 +129,7 @@ def flatten_parameters(model: nn.Module) -> torch.Tensor:
 
 
 def test_clipping_before_unscaling_clips_the_scale() -> None:
-    cfg = AmpConfig(precision="fp16", clip=0.01)
+    cfg = AmpConfig(precision="fp16", regularization=Regularization(clip=0.01))
 
     def measure_step_length() -> float:
         """Return the length of a step of SGD with a learning rate of 1."""

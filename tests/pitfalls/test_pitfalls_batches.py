@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DistributedSampler
 
+from common.models.networks import SimpleNN
 from common.techniques.data_parallel.shards import StepTimeModel, choose_shard_sizes, predict_slowest_rank_seconds
 from common.training import learning_rate
+from common.training.evaluate import slice_shard
 from configs.shared import Optim
 from tests.harness.pitfalls.batch_pitfalls import BATCH, SAMPLES
 from tests.harness.pitfalls.outcomes import collect_outcome
@@ -110,3 +113,33 @@ def test_shards_chosen_on_a_busy_machine_are_too_uneven_on_an_idle_one() -> None
     assert predict_slowest_rank_seconds(quiet, disturbed_shards) == pytest.approx(1.5 * quiet_seconds)
     corrected = [speed.rescale_line(count, count * 0.001) for speed, count in zip(quiet, disturbed_shards, strict=True)]
     assert choose_shard_sizes(corrected, 96) == (48, 48), "measured steps replace the first measurement"
+
+
+def test_the_loss_of_one_shard_is_not_the_loss_of_the_batch() -> None:
+    torch.manual_seed(0)
+    model = SimpleNN(16)
+    x = torch.randn(64, 28, 28)
+    y = torch.randint(10, (64,))
+    loss = F.cross_entropy(model(x), y)
+    losses = torch.stack([F.cross_entropy(model(x[shard]), y[shard]) for shard in (slice(0, 32), slice(32, 64))])
+    assert (losses - loss).abs().min() > 1e-3, "each rank would print another number"
+    assert torch.allclose(losses.mean(), loss)
+
+
+def test_the_padding_of_the_sampler_counts_samples_twice_in_an_evaluation() -> None:
+    samples = 101
+    is_correct = torch.zeros(samples)
+    is_correct[0] = 1
+    evaluated: list[int] = []
+    for rank in range(2):
+        sampler: Any = DistributedSampler(range(samples), 2, rank, shuffle=False)  # type: ignore[arg-type]
+        evaluated += sampler
+    assert len(evaluated) == samples + 1
+    assert evaluated.count(0) == 2, "the first sample is evaluated by both ranks"
+    assert is_correct[evaluated].mean() > 1.9 * is_correct.mean()
+
+    correct: list[int] = []
+    for rank in range(2):
+        for batch in slice_shard(samples, 16, rank, 2):
+            correct += range(batch.start, batch.stop)
+    assert sorted(correct) == list(range(samples))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.harness.commands import execution
 from tests.harness.commands.processes import FinishedRun, make_environment
@@ -61,3 +64,30 @@ def test_a_log_level_per_rank_loses_the_warnings_of_other_ranks(digits: tuple[st
     for text in (completed.stdout, completed.stderr, logs[0]):
         assert RUN_WARNING not in text
         assert PYTHON_WARNING not in text
+
+
+def test_a_number_of_ranks_without_the_rank_starts_no_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="environment variable RANK expected, but not set"):
+        dist.init_process_group("gloo", world_size=2)
+    with pytest.raises(ValueError, match="rank parameter missing"):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", world_size=2)
+    assert not dist.is_initialized()
+
+
+def test_the_nccl_of_conda_is_not_the_one_that_torch_loads(tmp_path: Path) -> None:
+    """The wheel names its own NCCL in its requirements and in a path that precedes LD_LIBRARY_PATH."""
+    if torch.version.cuda is None:
+        pytest.skip("NOT TESTED, this PyTorch has no NCCL: it was built without CUDA")
+    requirements = [name for name in importlib.metadata.requires("torch") or [] if name.startswith("nvidia-nccl")]
+    package, _, version = requirements[0].partition(";")[0].strip().partition("==")
+    assert importlib.metadata.version(package) == version
+    assert ".".join(map(str, torch.cuda.nccl.version())) == version
+
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+    wheel_nccl = next(path for path in Path(torch.__file__).parents[1].glob("nvidia/nccl/lib/libnccl.so.2"))
+    (tmp_path / "libnccl.so.2").symlink_to(wheel_nccl)  # stands for a copy that conda has installed
+    environment = make_environment(LD_LIBRARY_PATH=str(tmp_path))
+    linked = execution.execute_command(["ldd", str(library)], env=environment, status=0).stdout
+    paths = [line.split()[2] for line in linked.splitlines() if "libnccl.so.2" in line]
+    assert [Path(path).parent.resolve() for path in paths] == [wheel_nccl.parent]

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -150,3 +151,30 @@ def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
 
     assert compute_busy_share("naive") <= 1, "two processes do the work of one and wait for messages"
     assert compute_busy_share("single") == pytest.approx(1, abs=0.05)
+
+
+def test_outputs_of_parts_of_a_layer_are_summed_before_the_activation() -> None:
+    layer = nn.Linear(12, 8, bias=False)
+    x = torch.randn(4, 12)
+    parts = list(zip(x.chunk(2, 1), layer.weight.chunk(2, 1), strict=True))  # each device has half of the inputs
+    products = torch.stack([F.linear(inputs, weight) for inputs, weight in parts])
+    sum_of_functions = products.relu().sum(0)
+    function_of_sum = products.sum(0).relu()
+    expected = layer(x).relu()
+    assert (sum_of_functions - expected).abs().max() > 0.1
+    assert torch.allclose(function_of_sum, expected, atol=1e-6)
+
+
+def test_no_library_has_a_function_collect() -> None:
+    for module in (torch, torch.nn, torch.nn.parallel, dist):
+        assert not hasattr(module, "collect"), module
+    for name in ("all_gather", "gather", "all_reduce", "reduce"):
+        assert callable(getattr(dist, name))
+
+
+def test_targets_on_another_device_than_the_last_stage_are_refused() -> None:
+    outputs = torch.empty(4, 5, device="meta")  # the last stage of TwoDevices("cpu", "meta")
+    targets = torch.zeros(4, 5)  # on the device of the inputs
+    with pytest.raises(RuntimeError, match="Tensor on device cpu is not on the expected device meta"):
+        F.mse_loss(outputs, targets)
+    assert F.mse_loss(outputs, targets.to(outputs.device)).device == outputs.device

@@ -144,6 +144,13 @@ def test_zeros_are_multiplied_like_any_other_number() -> None:
     sparse = pruning_savings.strip_masks(model)
     dense_bytes = pruning_savings.measure_file_sizes(pruning_savings.strip_masks(dense))[0]
     assert pruning_savings.measure_file_sizes(sparse)[0] == dense_bytes
-    times = pruning_savings.time_inference(sparse, x)  # measures the time, also with kernels that skip zeros
-    assert times.keys() == {"fp32", "bf16", "csr"}
+    times = pruning_savings.time_inference(sparse, x, sparse)  # measures the time, also with kernels that skip zeros
+    assert times.keys() == {"fp32", "bf16", "csr", "smaller"}
     assert min(times.values()) > 0
+
+
+def test_torch_has_no_function_mean_abs() -> None:
+    weight = torch.tensor([-3.0, 1.0])
+    with pytest.raises(AttributeError, match="has no attribute 'mean_abs'"):
+        torch.mean_abs(weight)  # type: ignore[attr-defined]
+    assert weight.abs().mean() == 2

@@ -17,7 +17,7 @@ from common.measure.memory import describe_peak_memory, report_state_bytes
 from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
-from common.models.sample_dropout import add_dropout
+from common.models.sample_dropout import add_dropout, get_dropout
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
@@ -72,7 +72,7 @@ def time_single_rank(run: RunContext, name: str) -> float:
     seconds = 0.0
     if run.world.is_main:
         model = networks.build_network(name, run.sample_shape, run.outputs).to(run.device, run.dtype)
-        add_dropout(model, getattr(run.cfg, "dropout", 0.0), run.cfg.seed)  # dropout is part of the step time
+        add_dropout(model, get_dropout(run.cfg), run.cfg.seed)  # dropout is part of the step time
         seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
     return float(run.world.broadcast(seconds))
 

@@ -49,13 +49,20 @@ class Shard:
         self.version = 0
         """Number of optimizer steps taken."""
 
-    def apply_gradients(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """Take one optimizer step with pushed gradients [n] and learning rate `rate`.
+    def average_gradients(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the gradient [n] of an optimizer step with pushed gradients [n].
 
         Each gradient is computed from one worker's share of the batch, so the sum of the gradients is divided by the
         number of workers.
         """
-        self.values.grad = functools.reduce(torch.add, gradients) / self.workers
+        return functools.reduce(torch.add, gradients) / self.workers
+
+    def apply_gradients(self, gradients: Sequence[Tensor], rate: float, factor: float = 1.0) -> None:
+        """Take one optimizer step with pushed gradients [n] and learning rate `rate`.
+
+        The mean gradient is multiplied by `factor`.
+        """
+        self.values.grad = self.average_gradients(gradients) * factor
         self.optimizer.param_groups[0]["lr"] = rate
         self.optimizer.step()
         self.version += 1
@@ -139,8 +146,11 @@ class ShardServer:
         self.waiting_pushes: dict[int, Tensor] = {}
         self.answers: dict[int, tuple[int, int]] = {}
         self.failure: BaseException | None = None
-        self.prepared: Callable[[], None] | None = None
-        """In sync mode, a function that applies the prepared step; None if no step is prepared."""
+        self.prepared: Callable[[float], None] | None = None
+        """In sync mode, a function that applies the prepared step; None if no step is prepared. Its argument multiplies
+        the gradient."""
+        self.prepared_gradients: Sequence[Tensor] = ()
+        """Gradients [n] of the prepared step."""
         self.next_ticket = 0
         self.pulls = 0
         """Number of answered pulls."""
@@ -150,7 +160,8 @@ class ShardServer:
         """Recorded pulls and steps, in order of execution.
 
         A pull is recorded as {"pull": ticket, "version": n} with the pulled version. A step is recorded as {"push":
-        [tickets], "rate": x, "version": n} with the version that the step created.
+        [tickets], "rate": x, "version": n} with the version that the step created. If the gradient was clipped,
+        "factor" is the number by which it was multiplied.
         """
 
     def restart_serving(self, done: int, workers: int) -> None:
@@ -195,11 +206,19 @@ class ShardServer:
             self._wait_until(lambda: worker in self.answers)
             return self.answers.pop(worker)
 
-    def apply_prepared_step(self) -> None:
-        """Apply the prepared step, if there is one, and resume answering pulls."""
+    def compute_squared_norm(self) -> Tensor:
+        """Return the squared norm of the gradient of the prepared step, a 0-d tensor."""
+        with self.changed:
+            return self.shard.average_gradients(self.prepared_gradients).double().square().sum()
+
+    def apply_prepared_step(self, factor: float = 1.0) -> None:
+        """Apply the prepared step, if there is one, and resume answering pulls.
+
+        The gradient is multiplied by `factor`.
+        """
         with self.changed:
             if self.prepared is not None:
-                self.prepared()
+                self.prepared(factor)
                 self.prepared = None
                 self.changed.notify_all()
 
@@ -221,12 +240,14 @@ class ShardServer:
             rate /= max(1, ages[0])
         gradients = [self.waiting_pushes.pop(worker) for worker in workers]
 
-        def take_step() -> None:
-            self.shard.apply_gradients(gradients, rate)
+        def take_step(factor: float) -> None:
+            self.shard.apply_gradients(gradients, rate, factor)
             self.staleness.update(ages)
-            self._record_event({"push": list(tickets), "rate": rate})
+            clipping = {"factor": factor} if factor != 1 else {}
+            self._record_event({"push": list(tickets), "rate": rate, **clipping})
 
         self.prepared = take_step
+        self.prepared_gradients = gradients
         if self.policy.mode != "sync":
             self.apply_prepared_step()
         for worker, age in zip(workers, ages, strict=True):
@@ -277,7 +298,7 @@ def replay_recorded_steps(
                 event = events.popleft()
                 if "push" in event:
                     pushed = [gradients[ticket][parts[server]] for ticket in event["push"]]
-                    shard.apply_gradients(pushed, event["rate"])
+                    shard.apply_gradients(pushed, event["rate"], event.get("factor", 1.0))
                     continue
                 ticket = event["pull"]
                 pulls = pulled.setdefault(ticket, {})

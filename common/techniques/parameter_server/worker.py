@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 
+from common.models.sample_dropout import list_dropout_layers
 from common.ranks.ranks import Ranks
 from common.system.errors import RankTimeoutError, UserError
 from common.techniques.parameter_server.server import (
@@ -91,6 +92,9 @@ class ParameterServerRank:
         """Ranks of the servers to which this rank sends messages; empty while serving is stopped."""
         self.threads: list[threading.Thread] = []
         self.ticket = 0
+        self.clip_factor = 1.0
+        """Number by which the gradient of the prepared step is multiplied."""
+        self.dropout_layers = list_dropout_layers([network])
         self.before_push: Callable[[], None] | None = None
 
     def call_before_push(self, function: Callable[[], None]) -> None:
@@ -134,6 +138,8 @@ class ParameterServerRank:
             if self.policy.mode == "sync":
                 yield x, y
             else:
+                for layer in self.dropout_layers:
+                    layer.select_share(share, workers)
                 yield x.chunk(workers)[share], y.chunk(workers)[share]
 
     def pull(self, rate: float) -> None:
@@ -180,10 +186,24 @@ class ParameterServerRank:
         self.ticket = int(answers[0][0])
         return int(torch.stack(answers)[:, 1].max())
 
+    def clip_prepared_step(self, max_norm: float) -> Tensor:
+        """Clip the gradient of the prepared step, and return its norm over the shards of all servers, a 0-d tensor.
+
+        All ranks must call this method after `push` in sync mode, and before `apply_prepared_step`.
+        """
+        squared_norm = torch.zeros((), dtype=torch.float64)
+        if self.server is not None:
+            squared_norm += self.server.compute_squared_norm()
+        dist.all_reduce(squared_norm)
+        norm = squared_norm.sqrt()
+        self.clip_factor = min(1.0, max_norm / (norm.item() + 1e-6))  # as in torch.nn.utils
+        return norm
+
     def apply_prepared_step(self) -> None:
         """Apply the prepared step on this rank's server, if this rank has a server."""
         if self.server is not None:
-            self.server.apply_prepared_step()
+            self.server.apply_prepared_step(self.clip_factor)
+        self.clip_factor = 1.0
 
     def stop_serving(self, *, together: bool = True) -> None:
         """Stop the threads of this rank's server.

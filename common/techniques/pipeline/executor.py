@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from common.measure.device_clock import MAX_STAMPED_STEPS, DeviceClock, Stamp
+from common.models.sample_dropout import list_dropout_layers
 from common.ranks.rendezvous import World
 from common.techniques.pipeline import schedules
-from common.techniques.pipeline.schedules import Action, Span, list_local_stages
+from common.techniques.pipeline.schedules import Action, Span
 from common.techniques.pipeline.stage_messages import StageMessages, list_routes
 from configs.pipeline import PipelineConfig
+
+if TYPE_CHECKING:
+    from common.techniques.pipeline.split_backward import WeightGradients
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 Message = tuple[Action, Tensor]  # a tensor and the action that consumes the tensor
@@ -41,8 +46,8 @@ def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dt
 class PipelineEngine:
     """The built-in engine, which trains the stages of one rank according to a schedule.
 
-    `stages` contains all stages of the model; only this rank's stages (see `list_local_stages`) are moved to the rank's
-    device. `loss` must be a mean over samples. The engine divides the loss of each microbatch by the number of
+    `stages` contains all stages of the model; only the stages that this rank executes in the schedule are moved to the
+    rank's device. `loss` must be a mean over samples. The engine divides the loss of each microbatch by the number of
     microbatches, so that the accumulated gradients equal those of the whole batch. `batch` is the number of samples in
     one step of this pipeline, and `sample` is the shape of one input without the batch dimension.
     """
@@ -67,18 +72,24 @@ class PipelineEngine:
         self.microbatches = settings.microbatches
         self.microbatch_size = batch // self.microbatches
         self.shapes = infer_boundary_shapes(stages, sample, dtype)
-        local_stages = list_local_stages(world.rank, world.size, self.stage_count)
-        self.local_stages = {stage: stages[stage].to(world.device) for stage in local_stages}
+        self.stage_ranks = schedules.list_stage_ranks(self.plan)
+        self.local_stages = {
+            stage: stages[stage].to(world.device) for stage, rank in enumerate(self.stage_ranks) if rank == world.rank
+        }
+        actions = self.plan[world.rank]
+        self.split_backwards = {(stage, microbatch) for kind, stage, microbatch in actions if kind == "I"}
         self.has_first_stage = 0 in self.local_stages
         self.has_last_stage = self.stage_count - 1 in self.local_stages
         self.clock = DeviceClock(world.device)
         if len(set(world.hosts)) > 1:
             dist.barrier(world.group)  # of this group only, because other replicas may be on a single host
             self.clock.set_origin_now()  # clocks of different hosts are unrelated, so time starts after the barrier
+        self.dropout_layers = {number: list_dropout_layers([stage]) for number, stage in self.local_stages.items()}
         self.history: deque[Marks] = deque(maxlen=MAX_STAMPED_STEPS)
         routes = list_routes(self.plan, self.shapes, self.microbatch_size)
-        self.messages = StageMessages(world, routes, dtype, self.microbatches, settings.transport)
+        self.messages = StageMessages(world, routes, self.stage_ranks, dtype, self.microbatches, settings.transport)
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.weight_gradients: dict[tuple[int, int], Sequence[WeightGradients]] = {}
 
     @property
     def module(self) -> nn.ModuleList:
@@ -108,10 +119,16 @@ class PipelineEngine:
             kind, stage, _ = action
             is_forward = kind == "F"
             # the forward of the first stage and the backward of the last stage receive no message
-            has_source = stage != (0 if is_forward else last_stage)
-            received = messages.receive(action) if has_source else None
+            has_source = kind != "W" and stage != (0 if is_forward else last_stage)
+            received = messages.receive(action.awaited) if has_source else None
             start = stamp()
-            message = self._forward(action, received) if is_forward else self._backward(action, received)
+            message: Message | None = None
+            if is_forward:
+                message = self._forward(action, received)
+            elif kind == "W":
+                self._compute_weight_gradients(action)
+            else:
+                message = self._backward(action, received)
             marks.append((action, start, stamp()))
             if message is not None:
                 messages.send(*message)
@@ -130,7 +147,11 @@ class PipelineEngine:
 
     def _forward(self, action: Action, activation: Tensor | None) -> Message | None:
         _, stage, microbatch = action
+        is_split = (stage, microbatch) in self.split_backwards
         x = self.inputs[microbatch] if activation is None else activation.detach().requires_grad_()
+        if activation is None and is_split and x.is_floating_point():
+            x = x.detach().requires_grad_()  # shows which nodes of the graph compute activations
+        self.select_dropout_masks(stage, microbatch)
         output = self.local_stages[stage](x)
         is_last = stage == self.stage_count - 1
         if is_last:
@@ -144,15 +165,48 @@ class PipelineEngine:
             return None
         return Action("F", stage + 1, microbatch), output.detach()
 
+    def select_dropout_masks(self, stage: int, microbatch: int) -> None:
+        """Let the dropout layers of a stage use the masks of the samples of a microbatch."""
+        for layer in self.dropout_layers[stage]:
+            layer.select_share(microbatch, self.microbatches)
+
     def _backward(self, action: Action, gradient: Tensor | None) -> Message | None:
-        _, stage, microbatch = action
+        """Compute a whole backward (B), or only the gradient of the input (I)."""
+        kind, stage, microbatch = action
         x, output = self.saved.pop((stage, microbatch))
-        if output.requires_grad:  # false if the first stage has no parameters
-            torch.autograd.backward(output, gradient)
+        if kind == "I":
+            from common.techniques.pipeline.split_backward import compute_input_gradient  # only few schedules split
+
+            input_gradient, remaining = compute_input_gradient(x, output, gradient, is_wanted=stage > 0)
+            self.weight_gradients[stage, microbatch] = remaining
+        else:
+            if output.requires_grad:  # false if the first stage has no parameters
+                torch.autograd.backward(output, gradient)
+            input_gradient = x.grad
         if stage == 0:
             return None
-        input_gradient = torch.zeros_like(x) if x.grad is None else x.grad
+        if input_gradient is None:
+            input_gradient = torch.zeros_like(x)
         return Action("B", stage - 1, microbatch), input_gradient
+
+    def _compute_weight_gradients(self, action: Action) -> None:
+        for gradients in self.weight_gradients.pop((action.stage, action.microbatch)):
+            gradients.accumulate()
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all stages so that their common norm is at most `max_norm`.
+
+        Returns the norm before, a 0-d tensor. All ranks must call this method after `step`.
+        """
+        parameters = list(self.module.parameters())
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self.world.size > 1:
+            squared_norm = norm.square()
+            dist.all_reduce(squared_norm, group=self.world.group)
+            norm = squared_norm.sqrt()
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     # ---- evaluation
 
@@ -166,16 +220,15 @@ class PipelineEngine:
         if not count:  # the replica's shard of the data may be empty
             return None
         network = self.messages.network
-        has_peers = self.world.size > 1
         activation = x
         for stage, module in self.local_stages.items():
             consumer = Action("F", stage, self.microbatches)  # microbatch number that no training message uses
-            if stage and has_peers:
+            if stage and stage - 1 not in self.local_stages:
                 shape = self.shapes[stage - 1]
                 activation = torch.empty(count, *shape, dtype=self.dtype, device=self.world.device)
                 network.receive(consumer, activation).wait()
             activation = module(activation)
-            if stage < self.stage_count - 1 and has_peers:
+            if stage < self.stage_count - 1 and stage + 1 not in self.local_stages:
                 network.send(consumer._replace(stage=stage + 1), activation)
         network.wait_for_sends(max_pending=8)
         return activation if self.has_last_stage else None
@@ -191,4 +244,4 @@ class PipelineEngine:
     @property
     def last_rank(self) -> int:
         """The rank with the last stage of the first replica, which computes the loss."""
-        return (self.stage_count - 1) % self.world.size
+        return self.stage_ranks[-1]

@@ -1,30 +1,22 @@
 """Pipeline schedules as data: an ordered list of actions for each rank. This module does not import torch.
 
-An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). torch.distributed.pipelining may split
-a backward into I (gradient of the input) and W (gradient of the weights). A schedule does not contain messages, because
-they can be derived from the actions.
+An action is (kind, stage, microbatch). The kind is F (forward) or B (backward). A schedule may split a backward into I
+(gradient of the input) and W (gradient of the weights), because only I delays other ranks. A schedule does not contain
+messages, because they can be derived from the actions. It also determines which rank holds a stage: the rank that
+executes the stage's actions.
 
-    python -m common.techniques.pipeline.schedules gpipe 2 4            print GPipe for 2 ranks and 4 microbatches
-    python -m common.techniques.pipeline.schedules mine.py:f 2 4 2      print a custom schedule with 2 stages per rank
-
-GPipe is described by Huang et al. 2019 (arXiv 1811.06965). 1F1B is called PipeDream-Flush by Narayanan et al. 2021
-(arXiv 2006.09503), section 2.
+GPipe is described by Huang et al. 2019 (arXiv 1811.06965). `interleaved_schedules` and `v_schedules` contain the other
+schedules.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from common.config.custom_function import (
-    convert_errors_of_user_file,
-    load_function,
-)
-from common.system.errors import exit_on_user_error
-from common.system.text import format_count
-from configs.pipeline import TORCH_SCHEDULES, PipelineConfig, PipelineExperiment
+from common.config.lookup import import_object
+from configs.pipeline import PipelineConfig
 
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 
@@ -42,6 +34,11 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{ACTION_NAMES[self.kind]} of microbatch {self.microbatch} on stage {self.stage}"
+
+    @property
+    def awaited(self) -> Action:
+        """The action by which other actions refer to this one: B instead of I, which yields the same gradient."""
+        return self._replace(kind="B") if self.kind == "I" else self
 
 
 Schedule = list[list[Action]]
@@ -87,42 +84,31 @@ def make_gpipe_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
     return plan
 
 
-def make_1f1b_schedule(ranks: int, stages: int, microbatches: int) -> Schedule:
-    """Return the 1F1B schedule, in which each backward starts as soon as it is ready.
+def import_when_called(path: str) -> Maker:
+    """Return a function that imports the function `module:name` of this package when it is called."""
 
-    At most `stages - s` microbatches are in flight at stage s. 1F1B takes as long as GPipe but needs less memory. This
-    function builds the schedule by simulating ticks of equal length.
-    """
-    plan: Schedule = [[] for _ in range(ranks)]
-    done: set[Action] = set()
-    in_flight = [0] * stages
+    def make_schedule_of_module(ranks: int, stages: int, microbatches: int) -> Schedule:
+        maker: Maker = import_object(f"common.techniques.pipeline.{path}")
+        return maker(ranks, stages, microbatches)
 
-    def choose_action(rank: int) -> Action | None:
-        """Return an action of a rank that can start now. Backwards have priority."""
-        for kind in "BF":
-            for stage in reversed(list_local_stages(rank, ranks, stages)):
-                if kind == "F" and in_flight[stage] >= stages - stage:
-                    continue
-                for microbatch in range(microbatches):
-                    action = Action(kind, stage, microbatch)
-                    if action not in done and find_missing_dependency(action, stages, done) is None:
-                        return action
-        return None
-
-    while len(done) < 2 * stages * microbatches:
-        tick = [action for rank in range(ranks) if (action := choose_action(rank))]
-        for action in tick:
-            in_flight[action.stage] += 1 if action.kind == "F" else -1
-            plan[action.stage % ranks].append(action)
-        done.update(tick)
-    return plan
+    return make_schedule_of_module
 
 
-USAGE = (
-    "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
-    "where pass is 'F' or 'B'"
-)
-SCHEDULES: dict[str, Maker] = {"naive": make_naive_schedule, "gpipe": make_gpipe_schedule, "1f1b": make_1f1b_schedule}
+SCHEDULES: dict[str, Maker] = {
+    "naive": make_naive_schedule,
+    "gpipe": make_gpipe_schedule,
+    "1f1b": import_when_called("interleaved_schedules:make_1f1b_schedule"),
+    "interleaved_1f1b": import_when_called("interleaved_schedules:make_interleaved_1f1b_schedule"),
+    "zero_bubble": import_when_called("interleaved_schedules:make_zero_bubble_schedule"),
+    "zbv": import_when_called("v_schedules:make_zbv_schedule"),
+    "dualpipev": import_when_called("v_schedules:make_dualpipev_schedule"),
+}
+
+
+def list_stage_ranks(plan: Schedule) -> list[int]:
+    """Return the rank that holds each stage."""
+    ranks = {action.stage: rank for rank, actions in enumerate(plan) for action in actions}
+    return [ranks[stage] for stage in sorted(ranks)]
 
 
 def find_dependencies(action: Action, stages: int) -> list[Action]:
@@ -182,8 +168,7 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
                     start = max(start, ends[dependency])
                 end = start + DURATIONS[action.kind]
                 local_spans.append(Span(action, start, end))
-                completed = action._replace(kind="B") if action.kind == "I" else action
-                ends[completed] = end
+                ends[action.awaited] = end
                 has_progressed = True
 
     for rank, actions in enumerate(plan):
@@ -192,34 +177,6 @@ def simulate_schedule(plan: Schedule, stages: int) -> list[list[Span]]:
             missing = find_missing_dependency(action, stages, ends)
             raise ValueError(f"deadlock: on rank {rank}, the {action} waits for the {missing}, which never completes")
     return spans
-
-
-def check_schedule(plan: Schedule, ranks: int, stages: int, microbatches: int) -> None:
-    """Raise ValueError unless a schedule trains every microbatch exactly once and cannot deadlock.
-
-    The error message names the action.
-    """
-    if len(plan) != ranks:
-        count = format_count(len(plan), "list")
-        expected_count = format_count(ranks, "rank")
-        raise ValueError(f"a schedule must have one list of actions per rank (got {count} for {expected_count})")
-    expected_plan = make_gpipe_schedule(ranks, stages, microbatches)
-    for rank, actions in enumerate(plan):
-        expected = set(expected_plan[rank])
-        done: set[Action] = set()
-        for action in actions:
-            if action not in expected:
-                local_stages = list_local_stages(rank, ranks, stages)
-                raise ValueError(
-                    f"invalid action {tuple(action)} on rank {rank}: the kind must be F or B, the stage must be one of "
-                    f"{local_stages}, and the microbatch must be from 0 to {microbatches - 1}"
-                )
-            if action in done:
-                raise ValueError(f"rank {rank} executes the {action} twice")
-            done.add(action)
-        if expected - done:
-            raise ValueError(f"rank {rank} never executes the {min(expected - done)}")
-    simulate_schedule(plan, stages)
 
 
 def find_first_start_time(spans: Timeline) -> float:
@@ -248,25 +205,8 @@ def make_schedule(settings: PipelineConfig) -> Schedule:
     sizes = (settings.processes, settings.stages, settings.microbatches)
     if name in SCHEDULES:
         return SCHEDULES[name](*sizes)
-    if settings.engine == "torch":
-        return [[] for _ in range(settings.processes)]  # torch.distributed.pipelining determines the order
-    return make_custom_schedule(name, sizes)
-
-
-def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
-    """Return the schedule that the custom function `FILE.py:function` defines.
-
-    `sizes` contains the number of ranks, the number of stages, and the number of microbatches. Raises UserError if the
-    schedule is invalid.
-    """
-    torch_only = ", ".join(known for known in TORCH_SCHEDULES if known not in SCHEDULES)
-    alternatives = f"{', '.join(SCHEDULES)} (with engine=torch also {torch_only})"
-    maker = load_function("schedule", name, alternatives)
-    with convert_errors_of_user_file("schedule", name, maker, USAGE):
-        plan = []
-        for actions in maker(*sizes):
-            plan.append([Action(*action) for action in actions])
-        check_schedule(plan, *sizes)
+    # few runs have a custom schedule
+    plan: Schedule = import_object("common.techniques.pipeline.custom_schedules:make_custom_schedule")(name, sizes)
     return plan
 
 
@@ -290,34 +230,3 @@ def format_timeline(spans: Timeline, width: int = 72) -> list[str]:
             line[first:last] = symbol * (last - first)
         lines.append("".join(line))
     return lines
-
-
-def check_schedule_of_config(settings: PipelineExperiment) -> None:
-    """Raise UserError if the pipeline schedule of a config is invalid."""
-    pipeline = settings.make_pipeline_config()
-    if pipeline.engine == "own":
-        make_schedule(pipeline)
-
-
-def main() -> None:
-    """Print a pipeline schedule as a text diagram with one line per rank."""
-    parser = argparse.ArgumentParser(prog="python -m common.techniques.pipeline.schedules", description=main.__doc__)
-    parser.add_argument("schedule", help=f"schedule to print: {', '.join(SCHEDULES)} or FILE.py:function")
-    for name in ("ranks", "microbatches"):
-        help_text = f"number of {name}, from 1 to 64"
-        parser.add_argument(name, type=int, choices=range(1, 65), metavar=name, help=help_text)
-    parser.add_argument("each", type=int, nargs="?", default=1, choices=range(1, 9), help="number of stages per rank")
-    args = parser.parse_args()
-    stages = args.ranks * args.each
-    settings = PipelineConfig(
-        schedule=args.schedule, stages=stages, stages_per_process=args.each, microbatches=args.microbatches
-    )
-    spans = simulate_schedule(make_schedule(settings), stages)
-    for rank, line in enumerate(format_timeline(spans, width=round(compute_makespan(spans)))):
-        print(f"rank {rank} |{line}|")
-    print(f"idle share {compute_bubble(spans):.1%}  (a forward takes 1 unit of time, and a backward takes 2 units)")
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        main()

@@ -1,13 +1,14 @@
 """Messages between ranks on the same host, each in a separate slot of shared memory.
 
-The latency of such a message is one twentieth of the latency of a gloo message, which wakes two threads. The reader
-does not copy the message. Links (common/ranks/links) provide the memory and the notifications. The entry point of this
-module is `open_shared_memory`. If `open_shared_memory` returns None, shared memory cannot be used, and messages are
-sent through gloo.
+The latency of such a message is one twentieth of the latency of a gloo message, which wakes two threads. Usually, the
+reader does not copy the message. Links (common/ranks/links) provide the memory and the notifications. The entry point
+of this module is `open_shared_memory`. If `open_shared_memory` returns None, shared memory cannot be used, and messages
+are sent through gloo.
 
 A slot is reused in the next step, when the reader no longer needs the message in this slot. The sender of an activation
 continues only after it has received the gradient that is computed from this activation. The sender of a gradient
-continues only after it has received the next activation.
+continues only after it has received the next activation. If a backward is split, the gradient of the input is sent
+before the gradients of the weights are computed, which also need the activation. Such an activation is copied.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class MessageRoute(NamedTuple):
     source: int
     target: int
     shape: torch.Size
+    is_kept: bool = False
+    """True if the target still needs the message after it has sent a message that is computed from it."""
 
 
 def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemoryMessages | None:
@@ -96,6 +99,7 @@ class SharedMemoryMessages:
         self.dtype = dtype
         self.slots: dict[Action, Tensor] = {}
         self.numbers = {route.consumer: number for number, route in enumerate(routes)}
+        self.routes = {route.consumer: route for route in routes}
         self.full: set[int] = set()
         self.targets: dict[int, MemoryStream] = {}
         self.sources: dict[int, MemoryStream] = {}
@@ -131,14 +135,14 @@ class SharedMemoryMessages:
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Copy a tensor to its slot and notify the rank that consumes the tensor. Raises LinkError."""
         self.slots[consumer].copy_(tensor)
-        target = consumer.stage % self.world.size
+        target = self.routes[consumer].target
         try:
             self.targets[target].send_number(self.numbers[consumer])
         except OSError as error:
             raise self.links.outgoing[target].explain_error(error) from None
 
     def receive(self, consumer: Action) -> Tensor:
-        """Wait for a message and return its slot.
+        """Wait for a message and return its slot, or a copy if the message is kept.
 
         Raises LinkError, or RankTimeoutError after launch.step_timeout seconds.
         """
@@ -146,11 +150,11 @@ class SharedMemoryMessages:
         if number not in self.full:
             self._wait_until_full(number, consumer)
         self.full.remove(number)
-        return self.slots[consumer]
+        slot = self.slots[consumer]
+        return slot.clone() if self.routes[consumer].is_kept else slot
 
     def _wait_until_full(self, number: int, consumer: Action) -> None:
-        source_stage = consumer.stage + (-1 if consumer.kind == "F" else 1)
-        source = source_stage % self.world.size
+        source = self.routes[consumer].source
         try:
             while number not in self.full:
                 self.full.update(self.sources[source].receive_numbers())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from common.models.sample_dropout import list_dropout_layers
 from common.techniques.pipeline import schedules
 from common.techniques.pipeline.schedules import Span
 from common.techniques.pipeline.stage_tracer import StageTracer
@@ -52,6 +53,8 @@ class SingleProcessPipeline:
         count = len(stages)
         self.plan = schedules.SCHEDULES[schedule](count, count, microbatches)
         self.module = nn.ModuleList(self.stages)
+        self.microbatches = microbatches
+        self.dropout_layers = [list_dropout_layers([stage]) for stage in self.stages]
         self.tracer = StageTracer(self.stages, self.devices)
 
     def forward_stage(self, stage: int, microbatch: int, x: Tensor) -> Tensor:
@@ -59,6 +62,8 @@ class SingleProcessPipeline:
 
         The output is on the device of the stage.
         """
+        for layer in self.dropout_layers[stage]:
+            layer.select_share(microbatch, self.microbatches)
         return self.tracer.forward(stage, microbatch, x.to(self.devices[stage]))
 
     def forward_naive(self, x: Tensor, microbatch: int = 0) -> Tensor:
@@ -100,6 +105,13 @@ class SingleProcessPipeline:
             loss.backward()  # accumulates gradients
             losses.append(loss.detach())
         return torch.stack(losses).sum()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradients of all stages so that their common norm is at most `max_norm`.
+
+        Returns the norm before, a 0-d tensor.
+        """
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor:

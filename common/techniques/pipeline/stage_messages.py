@@ -8,6 +8,7 @@ which each rank sends them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import cast
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.ranks.rendezvous import World
-from common.techniques.pipeline.schedules import Action, Schedule
+from common.techniques.pipeline.schedules import Action, Schedule, list_stage_ranks
 from common.techniques.pipeline.shared_memory import MessageRoute, SharedMemoryMessages, open_shared_memory
 
 
@@ -25,14 +26,20 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
     `shapes` contains the shape of one sample after each stage. `size` is the number of samples in a microbatch.
     """
     routes = []
+    stage_ranks = list_stage_ranks(plan)
+    split_backwards = {(action.stage, action.microbatch) for action in chain(*plan) if action.kind == "I"}
     for source, actions in enumerate(plan):
-        for kind, stage, microbatch in actions:
+        for action in actions:
+            kind, stage, microbatch = action.awaited
             consumer = Action(kind, stage + 1 if kind == "F" else stage - 1, microbatch)
-            target = consumer.stage % len(plan)
-            if 0 <= consumer.stage < len(shapes) and target != source:
+            if kind == "W" or consumer.stage not in range(len(shapes)):
+                continue
+            target = stage_ranks[consumer.stage]
+            if target != source:
                 boundary = min(stage, consumer.stage)
                 shape = torch.Size((size, *shapes[boundary]))
-                routes.append(MessageRoute(consumer, source, target, shape))
+                is_kept = kind == "F" and (consumer.stage, microbatch) in split_backwards
+                routes.append(MessageRoute(consumer, source, target, shape, is_kept))
     return routes
 
 
@@ -45,10 +52,17 @@ class StageMessages:
     """
 
     def __init__(
-        self, world: World, routes: Sequence[MessageRoute], dtype: torch.dtype, microbatches: int, transport: str
+        self,
+        world: World,
+        routes: Sequence[MessageRoute],
+        stage_ranks: Sequence[int],
+        dtype: torch.dtype,
+        microbatches: int,
+        transport: str,
     ) -> None:
         self.world = world
-        self.network = NetworkMessages(world, microbatches)
+        self.stage_ranks = stage_ranks
+        self.network = NetworkMessages(world, stage_ranks, microbatches)
         self.memory: SharedMemoryMessages | None = None
         local_routes = [route for route in routes if world.hosts[route.source] == world.hosts[route.target]]
         if transport == "auto" and world.device.type == "cpu":
@@ -68,7 +82,7 @@ class StageMessages:
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Send a tensor (activation or gradient of a microbatch) to the rank of the action that consumes the tensor."""
-        if consumer.stage % self.world.size == self.world.rank:
+        if self.stage_ranks[consumer.stage] == self.world.rank:
             self.within_rank[consumer] = tensor
         elif self.memory and consumer in self.in_memory:
             self.memory.send(consumer, tensor)
@@ -93,12 +107,14 @@ class StageMessages:
 class NetworkMessages:
     """Point-to-point messages through torch.distributed.
 
-    gloo matches sends with receives by their tags. nccl ignores tags and matches sends with receives by their order, so
-    nccl needs a separate process group for each channel (see `_find_channel`).
+    gloo matches sends with receives by their tags. nccl ignores tags and matches sends with receives by their order.
+    Two ranks exchange up to four sequences of messages: activations and gradients, each in both directions if a rank
+    has several stages. nccl therefore needs a process group for each kind and direction.
     """
 
-    def __init__(self, world: World, microbatches: int) -> None:
+    def __init__(self, world: World, stage_ranks: Sequence[int], microbatches: int) -> None:
         self.world = world
+        self.stage_ranks = stage_ranks
         self.microbatches = microbatches
         self.sends: list[tuple[dist.Work, Tensor]] = []
         self.groups = self._create_process_groups()
@@ -107,18 +123,17 @@ class NetworkMessages:
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Start sending a tensor to the action that consumes it."""
         tensor = tensor.contiguous()
-        target = self.world.get_global_rank(consumer.stage % self.world.size)
-        group = self.groups.get(self._find_channel(consumer))
-        work = dist.isend(tensor, target, group, self._make_tag(consumer))
+        source, target = self._find_ranks(consumer)
+        group = self.groups.get((consumer.kind, source < target))
+        work = dist.isend(tensor, self.world.get_global_rank(target), group, self._make_tag(consumer))
         assert work is not None
         self.sends.append((work, tensor))  # keeps the tensor alive until it is sent
 
     def receive(self, consumer: Action, buffer: Tensor) -> dist.Work:
         """Start receiving the tensor that an action consumes into `buffer`."""
-        source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
-        source = self.world.get_global_rank(source_stage % self.world.size)
-        group = self.groups.get(self._find_channel(consumer))
-        work = dist.irecv(buffer, source, group, self._make_tag(consumer))
+        source, target = self._find_ranks(consumer)
+        group = self.groups.get((consumer.kind, source < target))
+        work = dist.irecv(buffer, self.world.get_global_rank(source), group, self._make_tag(consumer))
         assert work is not None
         return work
 
@@ -135,26 +150,25 @@ class NetworkMessages:
         number = consumer.stage * (self.microbatches + 1) + consumer.microbatch
         return 2 * number + 1 if consumer.kind == "F" else 2 * number
 
-    def _find_channel(self, consumer: Action) -> tuple[str, bool]:
-        """Return (kind, wraps) of a message; `wraps` is true if it passes between the last and the first rank.
-
-        Messages wrap around only if each of the p ranks has several stages, because stage p on rank 0 then follows
-        stage p - 1 on rank p - 1.
-        """
-        later_stage = consumer.stage if consumer.kind == "F" else consumer.stage + 1
-        return consumer.kind, later_stage % self.world.size == 0
+    def _find_ranks(self, consumer: Action) -> tuple[int, int]:
+        """Return the source and the target rank of a message."""
+        source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
+        return self.stage_ranks[source_stage], self.stage_ranks[consumer.stage]
 
     def _create_process_groups(self) -> dict[tuple[str, bool], dist.ProcessGroup]:
-        """Create one process group per channel for nccl. Return an empty dict for gloo, which needs no such groups."""
+        """Create a process group for each kind of messages and for descending and ascending ranks, if nccl is used.
+
+        Return an empty dict for gloo, which needs no such groups.
+        """
         if self.world.backend != "nccl" or self.world.size == 1:
             return {}
         members = list(map(self.world.get_global_rank, range(self.world.size)))
         is_subgroup = bool(self.world.global_ranks)  # ranks outside the subgroup do not call new_group
         groups = {}
         for kind in "FB":
-            for wraps in (False, True):
+            for is_ascending in (False, True):
                 group = dist.new_group(members, self.world.timeout, use_local_synchronization=is_subgroup)
-                groups[kind, wraps] = cast(dist.ProcessGroup, group)
+                groups[kind, is_ascending] = cast(dist.ProcessGroup, group)
         return groups
 
     def _connect_rank_pairs(self) -> None:
@@ -164,11 +178,12 @@ class NetworkMessages:
         Within a training step, the two ranks would call nccl at different times.
         """
         token = torch.zeros(1, device=self.world.device)
-        size = self.world.size
-        for (kind, wraps), group in self.groups.items():
-            pairs = [(size - 1, 0)] if wraps else [(rank, rank + 1) for rank in range(size - 1)]
+        pairs = dict.fromkeys(pairwise(self.stage_ranks))  # sources and targets of forwards, each pair once
+        for (kind, is_ascending), group in self.groups.items():
             for pair in pairs:
                 source, target = pair if kind == "F" else reversed(pair)
+                if source == target or (source < target) != is_ascending:
+                    continue
                 if self.world.rank == source:
                     dist.send(token, self.world.get_global_rank(target), group)
                 elif self.world.rank == target:

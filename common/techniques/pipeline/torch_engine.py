@@ -1,8 +1,4 @@
-"""Pipeline engine that uses torch.distributed.pipelining, for comparison and for additional schedules.
-
-Interleaved 1F1B is described by Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. Zero bubble is described by Qi
-et al. 2023 (arXiv 2401.10241).
-"""
+"""Pipeline engine that uses torch.distributed.pipelining, for comparison."""
 
 from __future__ import annotations
 
@@ -24,6 +20,8 @@ MULTI_STAGE_SCHEDULES = {
     "1f1b": pipelining.ScheduleInterleaved1F1B,
     "interleaved_1f1b": pipelining.ScheduleInterleaved1F1B,
     "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+    "dualpipev": pipelining.ScheduleDualPipeV,
 }
 
 
@@ -50,6 +48,7 @@ class TimedStage(pipelining.PipelineStage):
     owner: TorchPipelineEngine
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.owner.select_dropout_masks(self.stage_index, self.owner.first_microbatch + fwd_chunk_id)
         with self.owner.record_action_time("F", self, fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -61,6 +60,20 @@ class TimedStage(pipelining.PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         with self.owner.record_action_time("W", self, bwd_chunk_id):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def read_library_actions(library_actions: Sequence[Any]) -> list[Action]:
+    """Convert a rank's order of actions in torch.distributed.pipelining, in which None stands for idle time.
+
+    The library executes the parts of an overlapped action one after the other.
+    """
+    actions = []
+    for library_action in library_actions:
+        if library_action is None:
+            continue
+        for part in library_action.sub_actions or (library_action,):
+            actions.append(Action(part.computation_type.value, part.stage_index, part.microbatch_index))
+    return actions
 
 
 class TorchPipelineEngine(PipelineEngine):
@@ -112,14 +125,8 @@ class TorchPipelineEngine(PipelineEngine):
 
     def _read_library_plan(self) -> Schedule:
         """Return, as a `Schedule`, the order in which torch.distributed.pipelining executes actions."""
-        plan = []
-        for rank in range(self.world.size):
-            actions = []
-            for action in self.schedule.pipeline_order[rank]:
-                if action is not None:
-                    actions.append(Action(action.computation_type.value, action.stage_index, action.microbatch_index))
-            plan.append(actions)
-        return plan
+        order = self.schedule.pipeline_order
+        return [read_library_actions(order[rank]) for rank in range(self.world.size)]
 
     @contextlib.contextmanager
     def record_action_time(self, kind: str, stage: TimedStage, chunk: int) -> Iterator[None]:

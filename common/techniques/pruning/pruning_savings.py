@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from common.measure.timing import time_calls
 from common.models import exporting
 from common.models.networks import FlatLinearReLU, LinearReLU
+from common.models.zero_channels import count_parameters, remove_zero_channels
 from common.runs.result import ReportData
 from common.system.errors import summarize_error
 from common.system.text import format_count
@@ -164,16 +165,18 @@ def time_variants_in_turns(variants: Mapping[str, Callable[[], Tensor]], device:
     return {name: median(seconds) for name, seconds in samples.items()}
 
 
-def time_inference(model: nn.Module, x: Tensor) -> dict[str, float]:
+def time_inference(model: nn.Module, x: Tensor, smaller: nn.Module) -> dict[str, float]:
     """Return the time of a forward pass for x [N, ...] with each variant of a model, in seconds.
 
-    The variants are the dense model in float32, the dense model in bf16, and the model with linear layers in CSR
-    format, if its layers support this format. On a GPU with sparse tensor cores, there are two more variants in
-    float16: the dense model and the model with 2:4 linear layers. `model` must not have masks.
+    The variants are the dense model in float32, the dense model in bf16, `smaller`, the model without zero channels,
+    and the model with linear layers in CSR format, if its layers support this format. On a GPU with sparse tensor
+    cores, there are two more variants in float16: the dense model and the model with 2:4 linear layers. `model` must
+    not have masks.
     """
     variants = {
         "fp32": partial(model, x),
         "bf16": partial(copy.deepcopy(model).bfloat16(), x.bfloat16()),
+        "smaller": partial(smaller, x),
     }
     converted = convert_to_csr(model)
     with contextlib.suppress(RuntimeError), torch.no_grad():  # a custom network may use weights outside of their layers
@@ -205,15 +208,15 @@ def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | Non
     return sizes
 
 
-def export_and_compare(model: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
-    """Export a model, run the exported model in a new process, and compare the outputs of the two models.
+def export_and_compare(model: nn.Module, exported: nn.Module, x: Tensor, path: Path) -> dict[str, Any]:
+    """Export a model, run the exported model in a new process, and compare its outputs for x with those of `model`.
 
     If the export fails, the result describes the failure, and the run continues.
     """
     try:
         with torch.no_grad():
             expected = model(x).cpu()
-        outputs = exporting.write_and_run_torch_export(model, x, path)
+        outputs = exporting.write_and_run_torch_export(exported, x, path)
         difference = float((outputs - expected).abs().max())
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
         return {"export_problem": summarize_error(error)}
@@ -244,6 +247,10 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
         "file": f"{format_size('')}; {facts['bytes_csr']:,} bytes in CSR",
         format_count(samples, "sample"): f"{times} {comparison}",
     }
+    kept = facts["parameters_of_kept_channels"]
+    if kept < facts["parameters"]:
+        smaller = f"{kept:,} of {facts['parameters']:,} parameters, {facts['smaller_seconds'] * 1e3:.3g} ms"
+        rows["channels"] = f"without those whose weights are zero: {smaller}"
     if with_int8:
         rows["int8"] = int8.MISSING_TORCHAO
     if "int8_accuracy" in facts:
@@ -270,9 +277,13 @@ def report_savings(
     """
     stripped = strip_masks(model)
     sizes = measure_sizes(stripped, accuracy if cfg.int8 else None)
-    measured: dict[str, Any] = {f"{name}_seconds": seconds for name, seconds in time_inference(stripped, x).items()}
+    smaller = remove_zero_channels(stripped, x[:1])
+    sizes["parameters"] = count_parameters(stripped)
+    sizes["parameters_of_kept_channels"] = count_parameters(smaller)
+    seconds = time_inference(stripped, x, smaller)
+    measured: dict[str, Any] = {f"{name}_seconds": value for name, value in seconds.items()}
     if cfg.export:
-        measured |= export_and_compare(stripped, x[:EXPORT_SAMPLES], path)
+        measured |= export_and_compare(stripped, smaller, x[:EXPORT_SAMPLES], path)
     nonzero = sum(map(count_nonzero, masks.weights))
     digest = masks.compute_digest()
     outcome = {

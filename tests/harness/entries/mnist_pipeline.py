@@ -13,7 +13,7 @@ ENTRY = Entry(
     make_rank_settings=lambda count: ("depth=3", f"stages={count}", "microbatches=2"),
     resume_variants=(
         ("engine=torch", "schedule=zero_bubble", "stages=2", "microbatches=2"),
-        ("stages=4", "stages_per_process=2", "depth=3", "microbatches=2", "optim.name=adam"),
+        ("schedule=zbv", "stages=4", "stages_per_process=2", "depth=3", "microbatches=2", "clip=1", "dropout=0.2"),
     ),
     allowed_techniques=frozenset({"pipeline"}),
     tests_export=True,

@@ -70,7 +70,7 @@ def build_model(cfg: Config) -> nn.Sequential:
 
 
 def init_small_network(_: Any, cfg: Config, *shape_and_classes: Any) -> nn.Module:
-    return add_dropout(build_model(cfg), cfg.dropout, cfg.seed)
+    return add_dropout(build_model(cfg), cfg.regularization.dropout, cfg.seed)
 
 
 def train(cfg: Config, run: Run) -> Outcome:

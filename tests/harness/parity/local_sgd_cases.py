@@ -61,7 +61,8 @@ def wrap_with_torch(
 
 
 def train_with_ddp(_: Any, cfg: Config, run: Run) -> None:
-    ddp_multinode.main(ddp_settings.Config(model=cfg.model, optim=cfg.optim), run)
+    settings = ddp_settings.Config(model=cfg.model, optim=cfg.optim, regularization=cfg.regularization)
+    ddp_multinode.main(settings, run)
 
 
 def train_with_torch(_: Any, cfg: Config, run: Run) -> None:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from common.data import loader, samples
 from common.data.prepare import PreparedDataset
+from common.models.sample_dropout import list_dropout_layers
 from configs.shared import Optim
 
 TOLERANCE = 1e-9
@@ -69,6 +70,7 @@ def train_reference(
     batch_multiple = cfg.batch // getattr(cfg, "accumulate", 1)  # the last batch of an epoch has full microbatches
     shard_weights = shard_sizes or (1,)
     shard_buffers = [copy_buffers(model) for _ in shard_weights]
+    dropout_layers = list_dropout_layers([model])
     optimizer = torch.optim.SGD(model.parameters(), lr=1, momentum=cfg.optim.momentum, nesterov=True)
     model.train()
 
@@ -79,7 +81,8 @@ def train_reference(
         used_samples = len(images) // batch_multiple * batch_multiple
         batches = order[:used_samples].split(cfg.batch)
         remaining_steps = cfg.steps - len(losses)
-        for batch in batches[:remaining_steps]:
+        for step_of_epoch, batch in enumerate(batches[:remaining_steps]):
+            position = step_of_epoch * cfg.batch
             optimizer.zero_grad()
             batch_loss = 0.0
             shards = batch.split(shard_sizes or len(batch))
@@ -88,12 +91,16 @@ def train_reference(
                     count_empty_batch(buffers)
                     continue
                 for microbatch in shard.split(microbatch_size or len(shard)):
+                    positions = range(position, position + len(microbatch))
+                    position = positions.stop
+                    for layer in dropout_layers:
+                        layer.set_positions(epoch, [positions])
                     logits = functional_call(model, buffers, (images[microbatch],))
                     loss_sum = F.cross_entropy(logits, labels[microbatch], reduction="sum")
                     loss = loss_sum / len(batch)
                     loss.backward()
                     batch_loss += loss.item()
-            max_norm = getattr(cfg, "clip", 0) or math.inf
+            max_norm = cfg.regularization.clip or math.inf
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             learning_rate = compute_learning_rate(cfg.optim, len(losses), cfg.steps)
             optimizer.param_groups[0]["lr"] = learning_rate

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from common.models.networks import ResNet, SimpleNN
+from common.models.sample_dropout import add_dropout
 from common.techniques.pipeline import model_split
 from common.techniques.pipeline.executor import PipelineEngine
 from configs import mnist_pipeline as mnist
@@ -31,6 +32,8 @@ PIPELINE_SETTINGS = (
     "steps=14",
     "seed=7",
     "data.block=3",
+    "clip=1",
+    "dropout=0.1",
 )
 
 RESNET_SETTINGS = (
@@ -49,6 +52,8 @@ RESNET_SETTINGS = (
     "seed=7",
     "plot=false",
     "data.block=3",
+    "clip=1",
+    "dropout=0.1",
 )
 
 
@@ -63,12 +68,13 @@ def initialise(model: nn.Module) -> None:
 def build_mlp(cfg: Any) -> nn.Module:
     model = SimpleNN(cfg.width, cfg.depth)
     initialise(model)
-    return model.double()
+    return add_dropout(model, cfg.regularization.dropout, cfg.seed).double()
 
 
 def build_resnet(cfg: Any) -> nn.Module:
     image_shape = (3, cfg.data.image_size, cfg.data.image_size)
-    return ResNet(cfg.model, image_shape, 10, width=cfg.width).double()
+    model = ResNet(cfg.model, image_shape, 10, width=cfg.width)
+    return add_dropout(model, cfg.regularization.dropout, cfg.seed).double()
 
 
 def lose_relu(pipe: PipelineEngine) -> None:

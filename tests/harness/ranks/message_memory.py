@@ -51,7 +51,7 @@ def make_messages(mode: str, world: World) -> StageMessages:
     if mode == "groups":
         world = dataclasses.replace(world, backend="nccl")
     transport = "network" if mode in ("network", "groups") else "auto"
-    messages = StageMessages(world, routes, torch.float32, 2, transport)
+    messages = StageMessages(world, routes, [0, 1], torch.float32, 2, transport)
     assert (messages.memory is not None) == (mode in ("memory", "silent", "exits"))
     assert len(set(messages.network.groups.values())) == (4 if mode == "groups" else 0)
     return messages

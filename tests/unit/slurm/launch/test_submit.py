@@ -16,7 +16,7 @@ from common.data import prepare
 from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
-from common.techniques.pipeline import schedules
+from common.techniques.pipeline.custom_schedules import check_schedule_of_config
 from common.training import custom_optimizer, custom_training
 from common.training.attempt import prepare_data_of_run
 from configs import ddp_multinode, mnist_pipeline, resnet_modelparallel
@@ -82,7 +82,7 @@ def test_a_job_uses_copies_of_custom_files(tmp_path: Path, monkeypatch: pytest.M
     cfg = config.load_config(mnist_pipeline.Config, ["--resume", str(folder.path)], {})
     custom_code.check_custom_settings(cfg, folder.path / "code")
     with pytest.raises(UserError, match=r"name an existing FILE\.py:function, or use one of naive, gpipe, 1f1b"):
-        schedules.check_schedule_of_config(cfg)
+        check_schedule_of_config(cfg)
     with pytest.raises(UserError, match=r"name an existing FILE\.py:Class, or use one of sgd, adam, adamw, lars, lamb"):
         custom_optimizer.check_custom_optimizer(cfg.optim)
     prepared = prepare.prepare_dataset(cfg.data, code=folder.path / "code")

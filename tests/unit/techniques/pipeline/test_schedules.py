@@ -11,31 +11,36 @@ import pytest
 
 from common.system.errors import UserError
 from common.techniques.pipeline import schedules
+from common.techniques.pipeline.custom_schedules import check_schedule
 from common.techniques.pipeline.schedules import (
     Action,
     Schedule,
-    check_schedule,
     compute_bubble,
     format_timeline,
     simulate_schedule,
 )
-from configs.pipeline import PipelineConfig
+from configs.pipeline import V_SCHEDULES, PipelineConfig
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.repository import ROOT
 
 RANKS = (1, 2, 3, 4, 8)
 STAGES_PER_RANK = (1, 2, 3)
-MICROBATCHES = (1, 2, 4, 7, 8)
+MICROBATCHES = (1, 2, 4, 7, 8, 16)
 SIZES = list(itertools.product(RANKS, STAGES_PER_RANK, MICROBATCHES))
 
 
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_every_schedule_is_complete_and_has_no_deadlock(name: str, sizes: tuple[int, int, int]) -> None:
-    ranks, stages_per_rank, microbatches = sizes
-    stages = ranks * stages_per_rank
-    plan = schedules.SCHEDULES[name](ranks, stages, microbatches)
-    check_schedule(plan, ranks, stages, microbatches)
+def test_every_schedule_is_complete_and_has_no_deadlock(name: str) -> None:
+    for ranks, stages_per_rank, microbatches in SIZES:
+        stages = ranks * stages_per_rank
+        stage_ranks = [stage % ranks for stage in range(stages)]
+        if name in V_SCHEDULES:
+            stage_ranks = [*range(ranks), *reversed(range(ranks))]
+        if stages != len(stage_ranks) or (name == "dualpipev" and microbatches < stages):
+            continue
+        plan = schedules.SCHEDULES[name](ranks, stages, microbatches)
+        check_schedule(plan, stage_ranks, microbatches)
+        assert schedules.list_stage_ranks(plan) == stage_ranks
 
 
 def simulate_bubble(plan: Schedule, stages: int) -> float:
@@ -47,27 +52,72 @@ def test_bubbles_are_those_of_the_papers(ranks: int, microbatches: int) -> None:
     sizes = (ranks, ranks, microbatches)  # one stage per rank
     bubble = (ranks - 1) / (microbatches + ranks - 1)
     assert simulate_bubble(schedules.make_gpipe_schedule(*sizes), ranks) == pytest.approx(bubble)
-    assert simulate_bubble(schedules.make_1f1b_schedule(*sizes), ranks) == pytest.approx(bubble)
+    assert simulate_bubble(schedules.SCHEDULES["1f1b"](*sizes), ranks) == pytest.approx(bubble)
     assert simulate_bubble(schedules.make_naive_schedule(*sizes), ranks) == pytest.approx(1 - 1 / ranks)
 
 
+def compute_idle_time(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> float:
+    """Return the idle time of a rank, in units of one forward."""
+    stages = ranks * stages_per_rank
+    timeline = simulate_schedule(schedules.SCHEDULES[name](ranks, stages, microbatches), stages)
+    return compute_bubble(timeline) * schedules.compute_makespan(timeline)
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (2, 7), (3, 6), (4, 8), (8, 32)])
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_stages_per_rank_divide_the_bubble_of_interleaved_1f1b(
+    ranks: int, microbatches: int, stages_per_rank: int
+) -> None:
+    """The bubble is (p - 1) / v of the time of a microbatch (arXiv 2104.04473, section 2.2), which is 3 v forwards."""
+    sizes = (ranks, ranks * stages_per_rank, microbatches)
+    bubble = (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)
+    plan = schedules.SCHEDULES["interleaved_1f1b"](*sizes)
+    assert simulate_bubble(plan, ranks * stages_per_rank) == pytest.approx(bubble)
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (3, 6), (4, 8), (8, 32)])
+def test_split_backwards_shorten_the_bubble_to_one_forward_per_following_rank(ranks: int, microbatches: int) -> None:
+    """ZB-H1 has a bubble of (p - 1) (F + I - W) instead of (p - 1) (F + I + W) (arXiv 2401.10241, table 1)."""
+    assert compute_idle_time("1f1b", ranks, 1, microbatches) == pytest.approx(3 * (ranks - 1))
+    assert compute_idle_time("zero_bubble", ranks, 1, microbatches) == pytest.approx(ranks - 1)
+    # two stages per rank halve the duration of a forward
+    assert compute_idle_time("dualpipev", ranks, 2, 2 * microbatches) == pytest.approx(ranks - 1)
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 4), (3, 6), (4, 8), (8, 32)])
+def test_with_zbv_no_rank_is_idle_between_its_first_and_its_last_action(ranks: int, microbatches: int) -> None:
+    stages = 2 * ranks
+    timeline = simulate_schedule(schedules.SCHEDULES["zbv"](ranks, stages, microbatches), stages)
+    for rank, spans in enumerate(timeline):
+        assert spans[0].start == rank
+        assert spans[-1].end - spans[0].start == 6 * microbatches
+
+
 def count_stored_microbatches(actions: list[Action]) -> int:
-    """Return the largest number of microbatches between their forward and their backward."""
+    """Return the largest number of microbatches between their forward and the end of their backward."""
     stored = 0
     maximum = 0
     for action in actions:
-        stored += 1 if action.kind == "F" else -1
+        stored += {"F": 1, "I": 0}.get(action.kind, -1)
         maximum = max(maximum, stored)
     return maximum
 
 
 @pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 4), (4, 16)])
 def test_1f1b_stores_at_most_one_microbatch_per_following_stage(ranks: int, microbatches: int) -> None:
-    plan = schedules.make_1f1b_schedule(ranks, ranks, microbatches)
+    plan = schedules.SCHEDULES["1f1b"](ranks, ranks, microbatches)
     for rank, actions in enumerate(plan):
         assert count_stored_microbatches(actions) == min(microbatches, ranks - rank)
     for actions in schedules.make_gpipe_schedule(ranks, ranks, microbatches):
         assert count_stored_microbatches(actions) == microbatches
+
+
+@pytest.mark.parametrize("ranks, microbatches", [(2, 8), (4, 16)])
+def test_no_zero_bubble_schedule_stores_more_than_the_first_rank_of_1f1b(ranks: int, microbatches: int) -> None:
+    for actions in schedules.SCHEDULES["zero_bubble"](ranks, ranks, microbatches):
+        assert count_stored_microbatches(actions) == ranks
+    for actions in schedules.SCHEDULES["zbv"](ranks, 2 * ranks, microbatches):
+        assert count_stored_microbatches(actions) == 2 * ranks  # of half as many layers
 
 
 def test_two_stages_per_rank_shorten_the_bubble_of_gpipe() -> None:
@@ -100,6 +150,14 @@ def test_a_custom_schedule_is_loaded(tmp_path: Path) -> None:
     assert plan[1] == [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 1), Action("B", 1, 0)]
 
 
+def test_a_custom_schedule_may_split_backwards(tmp_path: Path) -> None:
+    body = """    order = range(microbatches)
+    first_rank = [("F", 0, m) for m in order] + [("B", 0, m) for m in order]
+    return [first_rank, [(kind, 1, m) for m in order for kind in "FIW"]]\n"""
+    plan = schedules.make_schedule(write_schedule(tmp_path, body))
+    assert plan[1][:4] == [Action("F", 1, 0), Action("I", 1, 0), Action("W", 1, 0), Action("F", 1, 1)]
+
+
 VALID_ACTIONS_OF_RANK_1 = '[("F", 1, 0), ("F", 1, 1), ("B", 1, 0), ("B", 1, 1)]'
 
 
@@ -110,6 +168,10 @@ DEADLOCK = (
 INVALID_ACTIONS = {
     '[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]': "rank 0 never executes the backward of microbatch 1 on stage 0",
     '[("F", 0, 0), ("F", 0, 0)]': "rank 0 executes the forward of microbatch 0 on stage 0 twice",
+    '[("F", 0, 0), ("I", 0, 0), ("B", 0, 0)]': "rank 0 executes the backward of microbatch 0 on stage 0 twice",
+    '[("F", 0, 0), ("B", 0, 0), ("W", 0, 0)]': "the weight gradient of microbatch 0 on stage 0 twice, because B",
+    '[("F", 0, 0), ("I", 0, 0)]': "rank 0 never executes the weight gradient of microbatch 0 on stage 0",
+    '[("F", 0, 0), ("W", 0, 0)]': "rank 0 never executes the backward of microbatch 0 on stage 0",
     '[("F", 1, 0)]': "invalid action ('F', 1, 0) on rank 0",
     '[("F", 0, 0), ("X", 0, 0)]': "invalid action ('X', 0, 0) on rank 0",
     '[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]': DEADLOCK,
@@ -127,7 +189,7 @@ def test_an_invalid_schedule_is_refused_with_the_invalid_action(
 
 RETURN_TYPE = (
     "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
-    "where pass is 'F' or 'B'"
+    "where pass is 'F', 'B', 'I' or 'W'"
 )
 
 
@@ -176,8 +238,19 @@ def test_a_missing_file_is_refused_with_the_names_of_schedules() -> None:
         schedules.make_schedule(PipelineConfig(schedule="nowhere.py:f"))
 
 
-def test_the_module_prints_a_schedule() -> None:
-    command = [sys.executable, "-m", "common.techniques.pipeline.schedules", "gpipe", "2", "4"]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+def draw(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "common.techniques.pipeline", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_schedule_that_cannot_be_drawn_is_refused() -> None:
+    process = draw("zbv", "2", "4")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: schedule=zbv needs two stages per rank; set stages_per_process=2")
+
+
+def test_the_package_prints_a_schedule() -> None:
+    process = draw("gpipe", "2", "4")
+    assert process.returncode == 0, process.stderr
     assert process.stdout.splitlines()[:2] == ["rank 0 |0123...aabbccdd|", "rank 1 |.0123aabbccdd..|"]
     assert "idle share 20.0%" in process.stdout
