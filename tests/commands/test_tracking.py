@@ -32,6 +32,7 @@ from configs.mnist_pipeline import Config
 from configs.shared import Wandb
 from tests.harness.commands import execution
 from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
     FinishedRun,
     Settings,
     make_environment,
@@ -57,8 +58,8 @@ from tests.harness.runs.tracked_runs import (
     write_failing_wandb,
 )
 
-LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
-MAX_END_SECONDS = 15.0  # the tested ends take up to 4 s, and 20 s or more if they wait for W&B
+# A run that waits for W&B exceeds the time limits of the tests.
+LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=3600")
 
 
 def read_command_lines() -> bytes:
@@ -319,7 +320,7 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, e
 
 
 def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG), tmp_path, MAX_END_SECONDS)
+    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG), tmp_path, WAIT_TIMEOUT)
     output = process.stdout + process.stderr
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in output
@@ -376,12 +377,10 @@ def test_a_killed_tracking_process_is_reported(tmp_path: Path, monkeypatch: pyte
 
     thread = threading.Thread(target=kill)
     thread.start()
-    start = time.monotonic()
-    output = tracker.finish(60)
+    output = tracker.finish(3600)  # longer than the time limit of this test
     thread.join()
     assert "; tracking is incomplete: the tracking process was killed by SIGKILL, see " in output
-    assert "60 s" not in output
-    assert time.monotonic() - start < MAX_END_SECONDS
+    assert "3600 s" not in output
     assert not places[0].exists()
     assert not note.exists()
     assert clients
