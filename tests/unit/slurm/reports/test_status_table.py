@@ -141,7 +141,9 @@ def test_a_terminal_shows_a_refreshed_table_until_ctrl_c(tmp_path: Path) -> None
     """The command does not import torch."""
     run = write_running_run(tmp_path)
     controller, terminal = pty.openpty()
-    program = "import sys; from slurm.__main__ import run_verb; status = run_verb(sys.argv[1:]); "
+    # A process that a shell has started in the background ignores Ctrl-C, and its children inherit this.
+    program = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "from slurm.__main__ import run_verb; status = run_verb(sys.argv[1:]); "
     program += "print('torch' in sys.modules); sys.exit(status)"
     command = [sys.executable, "-c", program, "status", "--follow=1", f"--runs-folder={tmp_path}"]
     env = make_environment(TERM="xterm", COLUMNS="140", LINES="20")
