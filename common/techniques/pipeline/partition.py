@@ -6,6 +6,7 @@ Each stage keeps the names of its layers, so the union of the stages' state dict
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -53,8 +54,9 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
 
     The optimal partition minimizes the cost of the most expensive stage. `costs` contains the cost of each layer, in
     the order of the layers and in any unit. The exact solution of this linear partition problem is computed by dynamic
-    programming, as PipeDream does for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377). Raises ValueError
-    if there are more stages than layers.
+    programming, as PipeDream does for stages on equal devices (Harlap et al. 2018, arXiv 1806.03377). A stage whose
+    layers cost nothing counts as infinitely expensive, because a stage without parameters cannot be trained. Raises
+    ValueError if there are more stages than layers.
     """
     names = list(costs)
     layer_costs = list(costs.values())
@@ -63,7 +65,7 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
 
     # best[n] describes the best partition of layers 0 to n - 1: (cost of the most expensive stage, first layers)
     Split = tuple[float, list[int]]
-    best: dict[int, Split] = {n: (sum(layer_costs[:n]), [0]) for n in range(1, len(names) + 1)}
+    best: dict[int, Split] = {n: (sum(layer_costs[:n]) or math.inf, [0]) for n in range(1, len(names) + 1)}
     for count in range(2, stages + 1):
         previous = best
         best = {}
@@ -71,7 +73,7 @@ def balance_stages(costs: Mapping[str, float], stages: int) -> list[str]:
             candidates: list[Split] = []
             for start in range(count - 1, n):
                 max_cost, starts = previous[start]
-                last_cost = sum(layer_costs[start:n])
+                last_cost = sum(layer_costs[start:n]) or math.inf
                 candidates.append((max(max_cost, last_cost), [*starts, start]))
             best[n] = min(candidates)
     _, starts = best[len(names)]

@@ -66,6 +66,11 @@ def test_balanced_stages_minimize_the_largest_cost(count: int) -> None:
     assert compute_largest_cost(costs, map(names.index, balanced_starts)) == minimum
 
 
+def test_every_stage_has_a_layer_with_parameters() -> None:
+    costs = {"flatten": 0.0, "first": 90.0, "second": 5.0, "third": 5.0, "fourth": 1.0}
+    assert partition.balance_stages(costs, 4) == ["second", "third", "fourth"]
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="stages=8 exceeds the 7 layers"):
         partition.balance_stages(dict.fromkeys("abcdefg", 1.0), 8)
