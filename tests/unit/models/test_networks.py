@@ -134,8 +134,9 @@ def test_convolutional_networks_refuse_vectors(name: str) -> None:
     "shape, message",
     [
         ((), "contains single numbers, but the model needs vectors"),
-        ((9,), "contains vectors, but the model needs images; use another data set, model=mlp"),
-        ((2, 3, 4, 5), r"contains samples of shape \[2, 3, 4, 5\], but the model needs images"),
+        ((9,), "contains vectors, but model=convnet needs images; use another data set, model=mlp"),
+        ((24, 2), r"contains samples of shape \[24, 2\], but model=convnet needs images of at least 6x6 pixels; use"),
+        ((2, 3, 4, 5), r"contains samples of shape \[2, 3, 4, 5\], but model=convnet needs images"),
     ],
     ids=str,
 )
