@@ -113,7 +113,7 @@ def test_the_example_for_float_arrays_uses_a_trained_regression(
     data = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "loss=mse", "model=mlp")
     completed = run_experiment(REPLICATED_ENTRY.name, *data, "log.progress=none", "steps=5", runs=tmp_path / "runs")
     export(completed.folder, "--format=torch.export")
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "common/README.md").read_text(), re.DOTALL)
+    example = write_example(tmp_path, "use_model.py").read_text()
     program = f"{example}\nassert inputs.shape == (4, 64)\nassert model(inputs).shape == (4, 1)\n"
     assert "tensor(" in execute_in_run_folder(program, completed.folder)
 
