@@ -13,6 +13,7 @@ TRAINING_CHECKER = "common.training.custom_training:check_training"
 """Import path of the function that checks a custom network and a custom loss on samples of the data set."""
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
+MIN_IMAGE_SIZES = {"convnet": 6, "lenet5": 16}  # in pixels; convolutions without padding need larger images
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # networks that require images
 
 
@@ -38,8 +39,13 @@ def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:
     if not shape:
         problem = f"data.name={data_name} contains single numbers, but the model needs vectors"
         raise ValueError(f"{problem}; return inputs of shape [N, 1], or use a custom network FILE.py:Class")
-    if model in CONVOLUTIONS and len(shape) not in (2, 3):
+    if model not in CONVOLUTIONS:
+        return
+    min_size = MIN_IMAGE_SIZES.get(model, 1)
+    is_image = len(shape) in (2, 3)
+    if not is_image or min(shape[-2:]) < min_size:
         samples = "vectors" if len(shape) == 1 else f"samples of shape {list(shape)}"
         alternatives = "model=mlp or model=toy if the experiment has it, or a custom network FILE.py:Class"
-        problem = f"data.name={data_name} contains {samples}, but the model needs images"
+        images = f"images of at least {min_size}x{min_size} pixels" if is_image else "images"
+        problem = f"data.name={data_name} contains {samples}, but model={model} needs {images}"
         raise ValueError(f"{problem}; use another data set, {alternatives}")
