@@ -99,7 +99,9 @@ class PreparedDataset:
 
     @property
     def target_kind(self) -> str:
-        """Kind of the targets: `labels` (one integer per sample), `integers` (several per sample), or `floats`."""
+        """Kind of the targets: `labels` (one integer per sample), `integers` (several), `tokens` (text), or `floats`."""
+        if self.name == "text":
+            return "tokens"
         if self.description:
             return str(self.description["target_kind"])
         targets = self.map_array("train_labels")
@@ -110,6 +112,8 @@ class PreparedDataset:
     @property
     def has_pixels(self) -> bool:
         """True if the inputs are uint8 values, which are normalized. Other inputs are used as they are."""
+        if self.name == "text":
+            return False
         is_custom = ":" in self.name
         return not is_custom or (self.description is None and self.map_array("train_images").dtype == np.uint8)
 
@@ -163,6 +167,9 @@ def prepare_dataset(
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
+        case "text":
+            text: PreparedDataset = import_object("common.data.text:prepare_text")(data)
+            return text
     if ":" in data.name:
         prepared: PreparedDataset = import_object("common.data.own_data:prepare_custom_dataset")(data, code)
         return prepared

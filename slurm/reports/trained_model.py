@@ -40,6 +40,7 @@ DATA_KEYS = (
     "cache",
     "test_limit",
     "image_size",
+    "context",
     "samples",
     "classes",
     "unreadable",
