@@ -365,6 +365,9 @@ class TrainingExperiment(Experiment):
     eval_batch: int = at_least(1, 1000)
     """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
     once."""
+    evaluate_every: int = at_least(0, 0)
+    """Evaluate the model after every multiple of this number of steps, in addition to the end of each epoch; 0 disables
+    this."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of parameters and computation. float64 is intended for tests that compare results."""
     data: Data = field(default_factory=Data)

@@ -44,6 +44,10 @@ class RunProgress:
         """Record that the next step was completed."""
         self.step += 1
 
+    def request_evaluation(self) -> None:
+        """Record that an evaluation is due, so that a run that is resumed here evaluates the model first."""
+        self.unevaluated = True
+
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Evaluate after the newest step within the `with` block. After an error, the evaluation remains due."""

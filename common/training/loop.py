@@ -220,13 +220,24 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
                 raise RuntimeError("elastic=true requires `with step:` around the body of the loop over run.steps()")
             step.complete()
 
+        ends_epoch = step.number % epoch_steps == 0
+        is_evaluated = not ends_epoch and is_evaluation_due(run, step.number)
+        if is_evaluated and step.number < run.total:
+            run.progress.request_evaluation()  # before the checkpoint, which stores that the evaluation is due
         if run.saver.checkpoint_or_stop(step.number):
             run.pace.exclude_pause()  # the step time does not include a checkpoint
         for hook in run.hooks:
             hook.between_steps(step.number)
-        ends_epoch = step.number % epoch_steps == 0
-        if step.number == run.total and not ends_epoch:  # at the end of an epoch, the loader must still advance
+        if is_evaluated:  # at the end of an epoch, the loader must still advance
             return
+
+
+def is_evaluation_due(run: RunContext, number: int) -> bool:
+    """Return True if the model is evaluated after step `number`, regardless of the end of the epoch."""
+    if number == run.total:
+        return True
+    period = run.training_cfg.evaluate_every if run.trains else 0
+    return period > 0 and number % period == 0
 
 
 def record_step(run: RunContext, step: Step) -> None:
