@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples
-from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
 from configs.networks import network_field
@@ -30,15 +29,21 @@ class NetworkSize:
     """Number of heads of the keys and values, each of which several attention heads share (arXiv 2305.13245). 0 uses as
     many as `heads`."""
     hidden: int = between(0, 1_000_000, 0)
-    """Size of the feed-forward layer. 0 uses four times the width for gelu, and about 8/3 of the width for swiglu, which
-    then has as many parameters."""
+    """Size of the feed-forward layer. 0 uses four times the width for gelu, and about 8/3 of the width for swiglu,
+    which then has as many parameters."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Activation of the feed-forward layer (SwiGLU, arXiv 2002.05202, or GELU, arXiv 1606.08415)."""
     tied: bool = True
     """Use the table of token vectors also as the output matrix (arXiv 1608.05859)."""
 
-    def check(self, layout: Layout, context: int) -> None:
-        """Raise ValueError if the sizes cannot be divided among the heads or among the ranks."""
+    @property
+    def divided_sizes(self) -> dict[str, int]:
+        """Sizes that tensor parallelism divides, by the names of their settings."""
+        sizes = {"heads": self.heads, "key_value_heads": self.key_value_heads or self.heads}
+        return sizes | {"hidden": self.hidden, "the vocabulary size": VOCABULARY}
+
+    def check(self) -> None:
+        """Raise ValueError if the sizes cannot be divided among the heads."""
         key_value_heads = self.key_value_heads or self.heads
         if self.width % (2 * self.heads):
             remedy = f"use width={format_nearest_multiples(self.width, 2 * self.heads)}, or change heads"
@@ -48,14 +53,6 @@ class NetworkSize:
                 f"heads={self.heads} cannot be divided evenly among key_value_heads={key_value_heads}; use a divisor "
                 "of heads, or key_value_heads=0"
             )
-        sizes = {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": self.hidden}
-        sizes |= {"the vocabulary": VOCABULARY}
-        if layout.sequence:
-            sizes["data.context"] = context
-        for name, size in sizes.items():
-            if size % layout.tensor:
-                problem = f"{name}={size} cannot be divided evenly among tensor={layout.tensor} ranks"
-                raise ValueError(f"{problem}; use a multiple of {layout.tensor}, or a smaller tensor")
 
 
 @dataclass(frozen=True)
@@ -85,29 +82,27 @@ class Config(TrainingExperiment):
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
     layout: Layout = flat(Layout)
-    ranks: RanksPerNode = flat(RanksPerNode)
     initial: InitialWeights = flat(InitialWeights)
 
     @property
     def processes(self) -> int:
-        return self.ranks.count_ranks(self.launch.nodes)
+        return self.layout.ranks
 
     @property
     def batch_plan(self) -> BatchPlan:
-        return BatchPlan(self.batch, self.layout.count_shards(self.processes), self.accumulate)
+        return BatchPlan(self.batch, self.layout.data_shards, self.accumulate)
 
     def check(self) -> None:
         super().check()
-        self.layout.check(self.processes)
+        self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
         if self.loss != "cross_entropy":
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":
-            self.size.check(self.layout, self.data.context)
-        elif self.layout.tensor > 1:
-            raise ValueError(f"tensor={self.layout.tensor} divides the matrices of model=gpt only; omit tensor")
-        plan = self.batch_plan
-        shares = plan.replicas * plan.microbatches
-        if self.batch % shares:
-            problem = f"batch={self.batch} cannot be divided evenly among replicas x fsdp = {plan.replicas} shards"
-            microbatches = f" with accumulate={self.accumulate} microbatches" if self.accumulate > 1 else ""
-            raise ValueError(f"{problem}{microbatches}; use batch={format_nearest_multiples(self.batch, shares)}")
+            self.size.check()
+        elif self.layout.tensor > 1 or self.layout.fsdp > 1:
+            raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
+        divisor = self.layout.data_shards * self.accumulate
+        if self.batch % divisor:
+            problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
+            shards = f" of fsdp x replicas = {self.layout.data_shards} shards"
+            raise ValueError(f"{problem}{shards}; use batch={format_nearest_multiples(self.batch, divisor)}")

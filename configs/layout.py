@@ -1,52 +1,76 @@
-"""Layout of a model on the ranks: degrees of tensor parallelism, sharding and replication."""
+"""Settings that divide a transformer and its batches among ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from configs.fields import at_least
+from configs.batch_plan import format_nearest_multiples
+from configs.fields import between
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees with which a model is divided among ranks. Their product is the number of ranks.
+    """Division of the parameters, the tokens and the samples of a batch among ranks.
 
-    The ranks form a mesh with the dimensions `replicas`, `fsdp` and `tensor`. Ranks that differ only in the position
-    along `tensor` are neighbors and process the same samples.
+    The number of ranks is the product of `replicas`, `fsdp` and `tensor`. Consecutive ranks differ in the position in
+    the tensor dimension first, because tensor parallelism communicates most.
     """
 
-    tensor: int = at_least(1, 1)
-    """Number of ranks that divide each matrix and each attention layer among themselves (tensor parallelism, arXiv
-    1909.08053)."""
+    tensor: int = between(1, 64, 1)
+    """Number of ranks among which each matrix is divided (tensor parallelism, arXiv 1909.08053)."""
     sequence: bool = False
-    """With tensor > 1, also divide the tokens of each sample between the matrices, so that a rank stores a part of
-    these activations (sequence parallelism, arXiv 2205.05198)."""
-    fsdp: int = at_least(1, 1)
-    """Number of ranks among which parameters, gradients and optimizer state are sharded (fully_shard, arXiv 2304.11277).
-    Each of these ranks processes other samples."""
+    """Also divide the tokens among the ranks of tensor parallelism, outside of attention and feed-forward layers
+    (sequence parallelism, arXiv 2205.05198). This divides the memory of these activations."""
+    fsdp: int = between(1, 64, 1)
+    """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
+    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch."""
     reshard: bool = True
-    """With fsdp > 1, free the gathered parameters of a block after its forward pass, and gather them again for its
+    """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
     backward pass. false keeps them, which needs more memory and less communication."""
-    replicas: int = at_least(0, 0)
-    """Number of replicas of the model, each of which processes other samples. 0 uses all remaining ranks."""
+    replicas: int = between(1, 64, 1)
+    """Number of copies of the model, each of which processes another shard of the batch. With fsdp, this is hybrid
+    sharding."""
 
-    def count_replicas(self, ranks: int) -> int:
-        """Return the number of replicas of the model on `ranks` ranks."""
-        return self.replicas or max(1, ranks // (self.tensor * self.fsdp))
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.replicas * self.fsdp * self.tensor
 
-    def count_shards(self, ranks: int) -> int:
-        """Return the number of shards of each batch: one for each group of ranks that processes the same samples."""
-        return self.count_replicas(ranks) * self.fsdp
+    @property
+    def data_shards(self) -> int:
+        """Number of shards of a batch. The ranks of tensor parallelism process the same shard."""
+        return self.replicas * self.fsdp
 
-    def check(self, ranks: int) -> None:
-        """Raise ValueError if the degrees do not fit the number of ranks, or if a setting has no effect."""
-        replicas = self.count_replicas(ranks)
-        product = self.tensor * self.fsdp * replicas
-        if product != ranks:
-            degrees = f"tensor={self.tensor} x fsdp={self.fsdp} x replicas={replicas}"
-            raise ValueError(f"{degrees} needs {product} ranks, but the run has {ranks}; use processes_per_node={product}"
-                             " on one host, or change a degree")
-        if self.sequence and self.tensor == 1:
-            raise ValueError("sequence=true divides tokens among the ranks of tensor parallelism; use tensor=2 or more")
+    def check(self, sizes: Mapping[str, int], batch: int, context: int) -> None:
+        """Raise ValueError if the model or a batch cannot be divided among the ranks.
+
+        `sizes` contains the sizes that tensor parallelism divides, by the names of their settings, such as heads and
+        key_value_heads. `context` is the number of tokens in a sample.
+        """
+        if self.tensor > 1:
+            for name, size in sizes.items():
+                check_divisible(name, size, "tensor", self.tensor)
+        if self.sequence:
+            if self.tensor == 1:
+                raise ValueError(
+                    "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
+                    "or omit sequence=true"
+                )
+            check_divisible("context", context, "tensor", self.tensor)
         if not self.reshard and self.fsdp == 1:
-            raise ValueError("reshard=false concerns sharded parameters; use fsdp=2 or more, or omit reshard")
+            raise ValueError("reshard=false applies to fsdp only; set fsdp=2 or more, or omit reshard=false")
+        if batch % self.data_shards:
+            degrees = f"fsdp={self.fsdp} x replicas={self.replicas}"
+            nearest = format_nearest_multiples(batch, self.data_shards)
+            raise ValueError(f"batch={batch} cannot be divided evenly by {degrees}; use batch={nearest}")
+
+
+def check_divisible(name: str, size: int, degree_name: str, degree: int) -> None:
+    """Raise ValueError if a size cannot be divided evenly by a degree of parallelism."""
+    if size % degree:
+        nearest = format_nearest_multiples(size, degree)
+        raise ValueError(
+            f"{name}={size} cannot be divided evenly by {degree_name}={degree}; use {name}={nearest}, or another "
+            f"{degree_name}"
+        )

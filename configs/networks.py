@@ -33,13 +33,15 @@ def get_network_name(model: str) -> str:
 
 
 def check_samples(model: str, data_name: str) -> None:
-    """Raise ValueError if a built-in network for text gets other samples, or text another built-in network."""
+    """Raise ValueError if a built-in network does not accept the samples of a built-in data set."""
     if model in TEXT_NETWORKS and data_name != "text":
         raise ValueError(f"model={model} needs text, but data.name={data_name} contains none; use data.name=text")
     if data_name == "text" and model not in TEXT_NETWORKS and ":" not in model:
         problem = f"data.name=text contains text, which model={model} does not accept" if model else "data.name=text"
         remedy = f"use another data set, or model={TEXT_NETWORKS[0]} in an experiment that has it"
         raise ValueError(f"{problem}; {remedy}")
+    if data_name == "vectors":
+        check_shape(model, data_name, (10,))
 
 
 def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:

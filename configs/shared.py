@@ -220,14 +220,14 @@ class Data:
     name: str = "mnist"
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, text, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
-    only. vectors contains samples of 10 numbers in 5 classes. text contains samples of `data.context` bytes. FILE.py:function is a custom data set: function(root)
-    returns four NumPy arrays (train inputs, train targets, test inputs, test targets) or two map-style data sets. After
-    a fallback, resolved.yaml contains the name of the data set that was used."""
+    only. vectors contains samples of 10 numbers in 5 classes. text contains samples of `data.context` bytes.
+    FILE.py:function is a custom data set: function(root) returns four NumPy arrays (train inputs, train targets, test
+    inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml contains the name of the data set
+    that was used."""
     root: str = file_path("data")
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
-    be downloaded. With data.name=text, a UTF-8 text file or a folder of text files; the default selects the source text
-    of Python's standard library."""
+    be downloaded. For text, a UTF-8 file or folder; the default selects the source of Python's standard library."""
     cache: str = file_path("data/prepared")
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
@@ -366,8 +366,7 @@ class TrainingExperiment(Experiment):
     """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
     once."""
     evaluate_every: int = at_least(0, 0)
-    """Evaluate the model after every multiple of this number of steps, in addition to the end of each epoch; 0 disables
-    this."""
+    """Also evaluate the model after every multiple of this number of steps; 0 evaluates after each epoch only."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of parameters and computation. float64 is intended for tests that compare results."""
     data: Data = field(default_factory=Data)
@@ -398,6 +397,4 @@ class TrainingExperiment(Experiment):
         data.check()
         self.optim.check()
         networks.check_samples(getattr(self, "model", ""), data.name)
-        if data.name == "vectors":
-            networks.check_shape(getattr(self, "model", ""), data.name, (10,))
         check_sample_count(self.batch, data.train_limit, data.train_samples)

@@ -1,7 +1,7 @@
 """A GPT on several ranks: tensor, sequence, sharded and replicated parallelism, each equal to a single process.
 
     python experiments/gpt_parallel.py                                         two replicas on this machine
-    python experiments/gpt_parallel.py processes_per_node=1                    a single process
+    python experiments/gpt_parallel.py replicas=1                              a single process
     make exp NAME=gpt_parallel NODES=2                                         on a cluster
 
 A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a

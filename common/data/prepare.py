@@ -36,6 +36,9 @@ from configs.shared import Data, Experiment, Log, TrainingExperiment
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-py"
+LOOKUPS = {"text": "common.data.text:prepare_text"}
+"""Import paths of the functions that prepare data sets which only some runs use."""
+CUSTOM_LOOKUP = "common.data.own_data:prepare_custom_dataset"
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 DATA_SEED = 0  # seed of all generated data sets; independent of the setting `seed`
 # Increase a version number whenever a code change alters the arrays that the same settings and files produce.
@@ -99,7 +102,7 @@ class PreparedDataset:
 
     @property
     def target_kind(self) -> str:
-        """Kind of the targets: `labels` (one integer per sample), `integers` (several), `tokens` (text), or `floats`."""
+        """Kind of the targets: `labels` (one integer per sample), `integers`, `floats`, or `tokens` (of text)."""
         if self.name == "text":
             return "tokens"
         if self.description:
@@ -167,11 +170,9 @@ def prepare_dataset(
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-        case "text":
-            text: PreparedDataset = import_object("common.data.text:prepare_text")(data)
-            return text
-    if ":" in data.name:
-        prepared: PreparedDataset = import_object("common.data.own_data:prepare_custom_dataset")(data, code)
+    if data.name in LOOKUPS or ":" in data.name:
+        prepare_by_lookup = import_object(LOOKUPS.get(data.name, CUSTOM_LOOKUP))
+        prepared: PreparedDataset = prepare_by_lookup(data, code)
         return prepared
     return prepare_mnist(data, fallback)
 

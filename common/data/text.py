@@ -29,8 +29,10 @@ LIBRARY_LICENSE = "Python Software Foundation License, https://docs.python.org/3
 REMEDY = "set data.root to a UTF-8 text file, or to a folder of text files"
 
 
-def prepare_text(data: Data) -> prepare.PreparedDataset:
+def prepare_text(data: Data, code: Path | None = None) -> prepare.PreparedDataset:
     """Find or prepare the text in `data.root`. The default root selects the source text of the standard library.
+
+    `code` is the source folder of a resumed run, which contains no text.
 
     Raises UserError if there is no text, if a file is not UTF-8 text, or if the text is shorter than two samples.
     """
@@ -59,7 +61,9 @@ def list_library_files() -> list[Path]:
 
 
 def list_text_files(root: Path) -> list[Path]:
-    """Return a text file, or the sorted files below a folder without hidden files. Raises UserError if there are none.
+    """Return a text file, or the sorted files below a folder, except hidden files.
+
+    Raises UserError if there are none.
     """
     if root.is_file():
         return [root]

@@ -40,13 +40,10 @@ class RunProgress:
         """Duration of the run in seconds, including earlier attempts."""
         return time.perf_counter() - self.start_time
 
-    def complete_step(self) -> None:
-        """Record that the next step was completed."""
+    def complete_step(self, *, evaluation_due: bool = False) -> None:
+        """Record that the next step was completed, and whether the model is evaluated before a further step."""
         self.step += 1
-
-    def request_evaluation(self) -> None:
-        """Record that an evaluation is due, so that a run that is resumed here evaluates the model first."""
-        self.unevaluated = True
+        self.unevaluated = evaluation_due
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -220,24 +220,21 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
                 raise RuntimeError("elastic=true requires `with step:` around the body of the loop over run.steps()")
             step.complete()
 
-        ends_epoch = step.number % epoch_steps == 0
-        is_evaluated = not ends_epoch and is_evaluation_due(run, step.number)
-        if is_evaluated and step.number < run.total:
-            run.progress.request_evaluation()  # before the checkpoint, which stores that the evaluation is due
         if run.saver.checkpoint_or_stop(step.number):
             run.pace.exclude_pause()  # the step time does not include a checkpoint
         for hook in run.hooks:
             hook.between_steps(step.number)
-        if is_evaluated:  # at the end of an epoch, the loader must still advance
+        ends_epoch = step.number % epoch_steps == 0
+        is_last = step.number == run.total
+        if not ends_epoch and (is_last or run.progress.unevaluated):  # after an epoch, the loader must still advance
             return
 
 
-def is_evaluation_due(run: RunContext, number: int) -> bool:
-    """Return True if the model is evaluated after step `number`, regardless of the end of the epoch."""
-    if number == run.total:
-        return True
+def is_evaluation_due(run: RunContext, epoch_steps: int, number: int) -> bool:
+    """Return True if the model is evaluated after step `number`, which is within an epoch (evaluate_every)."""
     period = run.training_cfg.evaluate_every if run.trains else 0
-    return period > 0 and number % period == 0
+    is_within_epoch = number < run.total and number % epoch_steps != 0
+    return is_within_epoch and period > 0 and number % period == 0
 
 
 def record_step(run: RunContext, step: Step) -> None:
@@ -246,7 +243,8 @@ def record_step(run: RunContext, step: Step) -> None:
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
     seconds = run.pace.record_step_end(now)
-    run.progress.complete_step()
+    # A checkpoint after this step stores that the evaluation is due.
+    run.progress.complete_step(evaluation_due=is_evaluation_due(run, run.state.loader.steps, step.number))
     values = step.values
     for hook in run.hooks:
         values = hook.collect_values() | values

@@ -39,13 +39,12 @@ class TextReport:
         return sampling.sample_text(model, context, self.prompt, tokens=SAMPLE_TOKENS, seed=seed)
 
     def rows(self) -> Mapping[str, str]:
-        loss = self.run.scores["test_loss"]
         bigram = self.facts["bigram_loss"]
-        relation = "below" if loss < bigram else "not below"
-        comparison = f"test loss {relation} that of a bigram model ({bigram:.4f}); unigram {self.facts['unigram_loss']:.4f}"
+        unigram = self.facts["unigram_loss"]
+        relation = "below" if self.run.scores["test_loss"] < bigram else "not below"
         return {
             "bits per byte": f"{self.run.scores['bits_per_byte']:.4f}",
-            "n-gram models": comparison,
+            "bigram model": f"the test loss is {relation} that of a bigram model, {bigram:.4f} (unigram {unigram:.4f})",
             "sample": self.sample,
         }
 

@@ -13,10 +13,10 @@ ENTRY = Entry(
     smallest_settings=(*Config.smallest_settings, "evaluate_every=0"),
     processes=2,
     result_keys=("test_loss", "bits_per_byte", "bigram_loss", "text_sha256", "sample", "samples_per_second"),
-    make_rank_settings=lambda count: (f"processes_per_node={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3"),
-    resume_variants=(("dropout=0.3", "accumulate=3", "masked=0.3", "evaluate_every=7", "processes_per_node=2"),),
+    make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3"),
+    resume_variants=(("dropout=0.3", "accumulate=3", "masked=0.3", "evaluate_every=7", "replicas=2"),),
     page_settings=(*SMALL_NETWORK, "batch=16"),
-    evaluation_variants=(("batch=18", "processes_per_node=3", "dtype=float64", "data.context=16", "width=16"),),
+    evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=3", "dtype=float64"),),
     tests_export=True,
     parity_transports=("memory",),
 )

@@ -148,7 +148,7 @@ def test_unsuitable_texts_are_refused(name: str, content: bytes, message: str, t
 
 
 def test_a_missing_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such file or folder; set data.root to a UTF-8 text file"):
+    with pytest.raises(UserError, match=r"no such file or folder; set data\.root to a UTF-8 text file"):
         prepare.prepare_dataset(make_settings(tmp_path / "missing", tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder contains no files"):
