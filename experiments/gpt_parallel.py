@@ -1,0 +1,83 @@
+"""A GPT on several ranks: tensor, sequence, sharded and replicated parallelism, each equal to a single process.
+
+    python experiments/gpt_parallel.py                                         two replicas on this machine
+    python experiments/gpt_parallel.py replicas=1                              a single process
+    make exp NAME=gpt_parallel NODES=2                                         on a cluster
+
+A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
+held-out cross-entropy below that of a bigram model. `data.root` selects another text.
+
+`batch` is the number of samples of `data.context` bytes per step, over all ranks and microbatches. The loss is the mean
+over all valid target tokens of the batch. If shards have different numbers of valid tokens, the mean of the ranks' mean
+losses is another value. Each rank therefore divides the sum of its losses by the number of valid tokens of the whole
+batch, which the ranks add up before the first backward pass.
+"""
+
+from __future__ import annotations
+
+from common.api import Run, build_network, build_optimizer, score_replicated, start
+from common.models.gpt import GPT
+from common.models.model_file import load_initial_weights
+from common.techniques.data_parallel import ddp
+from common.techniques.language_model.report import TextReport, add_bits_per_byte
+from common.techniques.language_model.targets import count_valid_tokens, mask_targets
+from configs.gpt_parallel import Config
+
+import contextlib
+
+import torch.nn.functional as F
+from torch import nn
+
+
+def build_model(cfg: Config, run: Run) -> nn.Module:
+    """Build the network and load its initial weights. The weights are the same on every rank."""
+    network: nn.Module
+    if cfg.model == "gpt":
+        size = cfg.size
+        network = GPT(
+            run.sample_shape[0],
+            run.outputs,
+            width=size.width,
+            layers=size.layers,
+            heads=size.heads,
+            key_value_heads=size.key_value_heads,
+            hidden=size.hidden,
+            activation=size.activation,
+            tied=size.tied,
+            dropout=cfg.dropout,
+            seed=cfg.seed,
+        )
+    else:
+        network = build_network(cfg.model, run.sample_shape, run.outputs)
+    load_initial_weights(network, cfg.initial.weights, cfg.runs)
+    return network.to(run.device, run.dtype)
+
+
+def main(cfg: Config, run: Run) -> None:
+    network = build_model(cfg, run)
+    model = network if run.world.size == 1 else ddp.replicate(network, run, gradient_as_bucket_view=True)
+    optimizer = build_optimizer(network.parameters(), cfg.optim)
+    batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
+    run.register(network, optimizer, batches, replicated=True)
+
+    for step in run.steps(lambda: add_bits_per_byte(score_replicated(network, run), run)):
+        optimizer.zero_grad()
+        microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
+        valid_tokens = count_valid_tokens(microbatches)  # of all ranks
+        step_loss = 0.0
+        for number, (x, y) in enumerate(microbatches, start=1):
+            is_last = number == len(microbatches)
+            with contextlib.nullcontext() if is_last or model is network else model.no_sync():
+                losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+                loss = losses * run.world.size / valid_tokens  # DDP averages gradients over the ranks
+                step_loss += loss.detach()
+                if is_last:
+                    step.log(loss=step_loss)
+                loss.backward()
+        step.clip_gradients(network.parameters(), cfg.clip)
+        optimizer.step()
+    run.report(TextReport(run, cfg.prompt))
+
+
+if __name__ == "__main__":
+    start(main, Config)

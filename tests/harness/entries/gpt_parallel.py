@@ -1,0 +1,22 @@
+"""Declarations of gpt_parallel for the shared tests."""
+
+from __future__ import annotations
+
+from configs.gpt_parallel import Config
+from tests.harness.experiments.entry import Entry
+
+SMALL_NETWORK = ("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2")
+
+ENTRY = Entry(
+    name="gpt_parallel",
+    data_name="text",
+    smallest_settings=(*Config.smallest_settings, "evaluate_every=0"),
+    processes=2,
+    result_keys=("test_loss", "bits_per_byte", "bigram_loss", "text_sha256", "sample", "samples_per_second"),
+    make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3"),
+    resume_variants=(("dropout=0.3", "accumulate=3", "masked=0.3", "evaluate_every=7", "replicas=2"),),
+    page_settings=(*SMALL_NETWORK, "batch=16"),
+    evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=3", "dtype=float64"),),
+    tests_export=True,
+    parity_transports=("memory",),
+)
