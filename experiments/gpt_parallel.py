@@ -15,17 +15,14 @@ batch, which the ranks add up before the first backward pass.
 
 from __future__ import annotations
 
-from common.api import Run, build_network, build_optimizer, score_replicated, start
+from common.api import Run, build_network, build_optimizer, start
 from common.models.gpt import GPT
 from common.models.model_file import load_initial_weights
-from common.techniques.data_parallel import ddp
 from common.techniques.language_model.report import TextReport, add_bits_per_byte
 from common.techniques.language_model.targets import count_valid_tokens, mask_targets
+from common.techniques.parallel_layout import parallelize
 from configs.gpt_parallel import Config
 
-import contextlib
-
-import torch.nn.functional as F
 from torch import nn
 
 
@@ -55,25 +52,23 @@ def build_model(cfg: Config, run: Run) -> nn.Module:
 
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
-    model = network if run.world.size == 1 else ddp.replicate(network, run, gradient_as_bucket_view=True)
+    parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
+    batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)
 
-    for step in run.steps(lambda: add_bits_per_byte(score_replicated(network, run), run)):
+    for step in run.steps(lambda: add_bits_per_byte(parallel.score(run), run)):
         optimizer.zero_grad()
         microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
         valid_tokens = count_valid_tokens(microbatches)  # of all ranks
         step_loss = 0.0
-        for number, (x, y) in enumerate(microbatches, start=1):
-            is_last = number == len(microbatches)
-            with contextlib.nullcontext() if is_last or model is network else model.no_sync():
-                losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-                loss = losses * run.world.size / valid_tokens  # DDP averages gradients over the ranks
-                step_loss += loss.detach()
-                if is_last:
-                    step.log(loss=step_loss)
-                loss.backward()
+        for x, y in microbatches:
+            losses = parallel.sum_loss(network(x), y)
+            loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
+            step_loss += loss.detach()
+            loss.backward()  # also averages the gradients over the ranks of fsdp
+        parallel.average_gradients()  # over the replicas
+        step.log(loss=step_loss)
         step.clip_gradients(network.parameters(), cfg.clip)
         optimizer.step()
     run.report(TextReport(run, cfg.prompt))
