@@ -13,7 +13,7 @@ ENTRY = Entry(
     smallest_settings=(*Config.smallest_settings, "evaluate_every=0"),
     processes=2,
     result_keys=("test_loss", "bits_per_byte", "bigram_loss", "text_sha256", "sample", "samples_per_second"),
-    make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3"),
+    make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3", "accumulate=2"),
     resume_variants=(("dropout=0.3", "accumulate=3", "masked=0.3", "evaluate_every=7", "replicas=2"),),
     page_settings=(*SMALL_NETWORK, "batch=16"),
     evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=3", "dtype=float64"),),
