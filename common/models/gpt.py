@@ -1,8 +1,8 @@
 """A GPT: a decoder-only transformer (Vaswani et al. 2017, arXiv 1706.03762; Radford et al. 2019).
 
 The blocks follow LLaMA (Touvron et al. 2023, arXiv 2302.13971): RMSNorm before each branch (arXiv 1910.07467), rotary
-position embedding (RoPE, arXiv 2104.09864), SwiGLU (arXiv 2002.05202), and no biases. Every weight is a separate matrix,
-so that each shard of tensor parallelism is a contiguous slice of one dimension. `GPT.list_tensor_dims` names this
+position embedding (RoPE, arXiv 2104.09864), SwiGLU (arXiv 2002.05202), and no biases. Every weight is a separate
+matrix, so that each shard of tensor parallelism is a slice of one dimension. `GPT.list_tensor_dims` names this
 dimension for each parameter; all code that divides, joins or counts parameters reads it.
 """
 
@@ -16,6 +16,8 @@ from common.models.networks import make_recipe
 from common.models.position_dropout import PositionDropout
 from common.system.errors import UserError
 
+NOT_SCORED = -100
+"""Target of a token without a loss, as in torch."""
 INITIAL_STD = 0.02
 """Standard deviation of the initial weights (GPT-2)."""
 NORM_EPSILON = 1e-5
@@ -175,7 +177,8 @@ class TiedHead(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The table [vocabulary, width]."""
-        weight: Tensor = self.embedding[0].weight
+        weight = self.embedding[0].weight
+        assert isinstance(weight, Tensor)
         return weight
 
     def forward(self, x: Tensor) -> Tensor:
