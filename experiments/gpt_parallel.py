@@ -2,6 +2,8 @@
 
     python experiments/gpt_parallel.py                                         two replicas on this machine
     python experiments/gpt_parallel.py replicas=1                              a single process
+    python experiments/gpt_parallel.py replicas=1 tensor=2 sequence=true       divided matrices and tokens
+    python experiments/gpt_parallel.py replicas=1 fsdp=2                       sharded parameters
     make exp NAME=gpt_parallel NODES=2                                         on a cluster
 
 A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
@@ -15,23 +17,24 @@ batch, which the ranks add up before the first backward pass.
 
 from __future__ import annotations
 
-from common.api import Run, build_network, build_optimizer, score_replicated, start
+from common.api import Run, build_network, build_optimizer, score_test_set, start
 from common.models.gpt import GPT
 from common.models.model_file import load_initial_weights
-from common.techniques.data_parallel import ddp
 from common.techniques.language_model.report import TextReport, add_bits_per_byte
-from common.techniques.language_model.targets import count_valid_tokens, mask_targets
+from common.techniques.language_model.targets import mask_targets
+from common.techniques.parallel_layout.parallel_model import ParallelModel, parallelize
 from configs.gpt_parallel import Config
 
-import contextlib
+from functools import partial
+from typing import Any
 
-import torch.nn.functional as F
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
-def build_model(cfg: Config, run: Run) -> nn.Module:
+def build_model(cfg: Config, run: Run) -> Any:
     """Build the network and load its initial weights. The weights are the same on every rank."""
-    network: nn.Module
+    network: Any
     if cfg.model == "gpt":
         size = cfg.size
         network = GPT(
@@ -53,27 +56,35 @@ def build_model(cfg: Config, run: Run) -> nn.Module:
     return network.to(run.device, run.dtype)
 
 
+def evaluate(cfg: Config, run: Run, network: nn.Module, parallel: ParallelModel) -> dict[str, float]:
+    """Return the loss of the held-out text in nats per token and in bits per byte, identical on every rank."""
+    is_first = run.world.rank % cfg.layout.tensor == 0  # one of the ranks that process the same samples
+
+    def predict(x: Tensor | None, _: int) -> Tensor | None:
+        logits = parallel.join_logits(network(x))
+        return logits if is_first else None
+
+    return add_bits_per_byte(score_test_set(predict, run, shard=parallel.data_shard), run)
+
+
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
-    model = network if run.world.size == 1 else ddp.replicate(network, run, gradient_as_bucket_view=True)
+    parallel = parallelize(network, cfg.layout, run)
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    batches = run.microbatches(cfg.accumulate, shard=run.shard)  # each item is the list of microbatches of one step
+    batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # the list of microbatches of each step
     run.register(network, optimizer, batches, replicated=True)
 
-    for step in run.steps(lambda: add_bits_per_byte(score_replicated(network, run), run)):
+    for step in run.steps(partial(evaluate, cfg, run, network, parallel)):
         optimizer.zero_grad()
         microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
-        valid_tokens = count_valid_tokens(microbatches)  # of all ranks
-        step_loss = 0.0
-        for number, (x, y) in enumerate(microbatches, start=1):
-            is_last = number == len(microbatches)
-            with contextlib.nullcontext() if is_last or model is network else model.no_sync():
-                losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-                loss = losses * run.world.size / valid_tokens  # DDP averages gradients over the ranks
-                step_loss += loss.detach()
-                if is_last:
-                    step.log(loss=step_loss)
-                loss.backward()
+        tokens = parallel.count_tokens(torch.stack([y for _, y in microbatches]))  # of the whole batch, per shard
+        step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
+        for x, y in microbatches:
+            loss = parallel.sum_loss(network(x), y) / tokens
+            step_loss += loss.detach()
+            loss.backward()  # adds to the gradients; with fsdp, it also averages them over the ranks
+        parallel.average_gradients()  # over the replicas
+        step.log(loss=step_loss)
         step.clip_gradients(network.parameters(), cfg.clip)
         optimizer.step()
     run.report(TextReport(run, cfg.prompt))
