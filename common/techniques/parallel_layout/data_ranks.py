@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from common.models.gpt import GPT
@@ -30,7 +30,7 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
     fully_shard(model, mesh=data_mesh)
 
 
-def average_gradients(model: GPT, group: dist.ProcessGroup) -> None:
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Replace all gradients with their means over the replicas, after backward.
 
     All gradients are sent in one message. Replicas exchange gradients this way unless the parameters are also divided,
@@ -46,7 +46,7 @@ def average_gradients(model: GPT, group: dist.ProcessGroup) -> None:
         start += gradient.numel()
 
 
-def list_local_gradients(model: GPT) -> list[Tensor]:
+def list_local_gradients(model: nn.Module) -> list[Tensor]:
     """Return this rank's shards of all gradients."""
     gradients = []
     for parameter in model.parameters():
@@ -54,10 +54,3 @@ def list_local_gradients(model: GPT) -> list[Tensor]:
         if gradient is not None:
             gradients.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
     return gradients
-
-
-def sum_over_data_ranks(value: Tensor, mesh: DeviceMesh) -> None:
-    """Replace a tensor with the sum over all ranks that process different samples."""
-    for name in DATA_DIMS:
-        if mesh[name].size() > 1:
-            dist.all_reduce(value, group=mesh.get_group(name))

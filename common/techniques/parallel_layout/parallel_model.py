@@ -7,29 +7,37 @@ import logging
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.models.gpt import GPT, NOT_SCORED
 from common.techniques.parallel_layout import data_ranks
+from common.techniques.parallel_layout.tensor_ranks import TensorRanks
+from common.techniques.parallel_layout.vocabulary_loss import sum_vocabulary_loss
+from common.training.evaluate import score_replicated, score_test_set
 from common.training.run import Run
 from configs.layout import Layout
 
 MESH_DIMS = ("replicas", "fsdp", "tensor")
 
 
-def parallelize(model: GPT, layout: Layout, run: Run) -> ParallelModel:
+def parallelize(model: nn.Module, layout: Layout, run: Run) -> ParallelModel:
     """Divide a model among the ranks of a run, and return what a training step needs.
 
-    The model must have the same parameters on all ranks. Its layers are replaced, and its parameters become DTensors
-    with the same names if they are divided. Build the optimizer afterward. The mesh has the dimensions `replicas`,
-    `fsdp` and `tensor`; ranks that differ only in the last one are neighbors.
+    The model must have the same parameters on all ranks. Only a GPT can be divided; any other model can have replicas.
+    The layers of the model are replaced. Parameters keep their names, and become DTensors if they are divided. Build
+    the optimizer afterward. The mesh has the dimensions `replicas`, `fsdp` and `tensor`; ranks that differ only in the
+    last one are neighbors.
     """
     if layout.ranks == 1:
         return ParallelModel(model, layout, None)
-    mesh = init_device_mesh(run.device.type, (layout.replicas, layout.fsdp, layout.tensor), mesh_dim_names=MESH_DIMS)
+    sizes = (layout.replicas, layout.fsdp, layout.tensor)
+    mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=MESH_DIMS)
     parallel = ParallelModel(model, layout, mesh)
+    if layout.tensor > 1:
+        parallel.divide_tensors()
     if layout.fsdp > 1:
+        assert isinstance(model, GPT)
         data_ranks.shard_parameters(model, mesh, layout)
     return parallel
 
@@ -37,23 +45,24 @@ def parallelize(model: GPT, layout: Layout, run: Run) -> ParallelModel:
 class ParallelModel:
     """A model that is divided among ranks.
 
-    The mean over all ranks of the losses sum_loss(...) / count_tokens(...) is the mean loss over all scored tokens of
-    the batch. Likewise, the gradients after `average_gradients` are those of this loss.
+    `mesh` contains all ranks, or is None for a single rank.
     """
 
-    def __init__(self, model: GPT, layout: Layout, mesh: DeviceMesh | None) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, mesh: DeviceMesh | None) -> None:
         self.model = model
         self.layout = layout
         self.mesh = mesh
-        """Mesh of all ranks; None for a single rank."""
-        self.tensor_ranks = None
-        """Ranks of tensor parallelism; None if matrices are not divided."""
-        if mesh is not None and layout.tensor > 1:
-            from common.techniques.parallel_layout import tensor_layers, tensor_ranks  # imports DTensor
+        self.tensor_ranks: TensorRanks | None = None
+        """Ranks of tensor parallelism; None if no matrix is divided."""
 
-            silence_redistribution_warnings()
-            self.tensor_ranks = tensor_ranks.TensorRanks(mesh["tensor"], layout.sequence)
-            tensor_layers.divide_model(model, self.tensor_ranks)
+    def divide_tensors(self) -> None:
+        """Divide the matrices among the ranks of the dimension `tensor`."""
+        from common.techniques.parallel_layout import tensor_layers  # imports DTensor, which takes a second
+
+        assert self.mesh is not None and isinstance(self.model, GPT)
+        self.tensor_ranks = TensorRanks(self.mesh["tensor"], self.layout.sequence)
+        tensor_layers.divide_model(self.model, self.tensor_ranks)
+        silence_redistribution_warnings()
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -63,33 +72,31 @@ class ParallelModel:
         replica = self.mesh.get_local_rank("replicas")
         return replica * self.layout.fsdp + self.mesh.get_local_rank("fsdp"), self.layout.data_shards
 
-    def count_tokens(self, targets: Tensor) -> Tensor:
-        """Return the number of scored tokens in the batch divided by the number of its shards, at least 1 / shards.
-
-        `targets` are all targets of this rank in the step, of any shape, also of several microbatches. All ranks must
-        call this method.
-        """
-        count = (targets != NOT_SCORED).sum()
-        if self.mesh is not None:
-            data_ranks.sum_over_data_ranks(count, self.mesh)
-        return count.clamp(min=1) / self.layout.data_shards
-
     def sum_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over this rank's scored tokens.
+        """Return the sum of the cross-entropy over the scored tokens of this rank's samples.
 
-        `logits` [N, T, vocabulary] are the outputs of the model, which are divided by vocabulary in tensor
-        parallelism. `targets` int64 [N, T] are -100 for tokens that are not scored.
+        `logits` [N, T, vocabulary] are the outputs of the model, which tensor parallelism divides by vocabulary.
+        `targets` int64 [N, T] are NOT_SCORED for tokens that are not scored. The ranks of `tensor` have equal sums.
         """
         if self.tensor_ranks is None:
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        from common.techniques.parallel_layout.vocabulary_loss import sum_vocabulary_loss
-
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_SCORED, reduction="sum")
         return sum_vocabulary_loss(logits, targets, self.tensor_ranks)
 
     def average_gradients(self) -> None:
         """Average the gradients over the replicas. With fsdp, backward has averaged them already."""
         if self.mesh is not None and self.layout.replicas > 1 and self.layout.fsdp == 1:
             data_ranks.average_gradients(self.model, self.mesh.get_group("replicas"))
+
+    def score(self, run: Run) -> dict[str, float]:
+        """Return the test scores. All ranks must call this method."""
+        if self.tensor_ranks is None:
+            return score_replicated(self.model, run)
+        return score_test_set(self.predict, run, shard=self.data_shard)
+
+    def predict(self, x: Tensor | None, _: int) -> Tensor | None:
+        """Return the logits [n, T, vocabulary] on the first rank of each tensor group, and None on the other ranks."""
+        logits = self.join_logits(self.model(x))
+        return logits if self.tensor_ranks is None or self.tensor_ranks.index == 0 else None
 
     def join_logits(self, logits: Tensor) -> Tensor:
         """Return the logits [N, T, vocabulary] of the whole vocabulary, without a gradient."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from common.models.gpt import GPT, TiedHead
 from common.models.position_dropout import PositionDropout
-from common.techniques.parallel_layout.tensor_ranks import TensorRanks
+from common.techniques.parallel_layout.tensor_ranks import TensorRanks, find_local_rows
 
 
 def get_local_shard(parameter: Tensor) -> Tensor:
@@ -69,16 +69,6 @@ class VocabularyParallelEmbedding(nn.Module):
         rows, is_local = find_local_rows(tokens, len(table), self.ranks.index)
         vectors = F.embedding(rows, table) * is_local[..., None]
         return self.dropout(self.ranks.end_branch(vectors))
-
-
-def find_local_rows(tokens: Tensor, rows: int, index: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each token in this rank's part of the vocabulary, and whether the token is in this part.
-
-    Each rank holds `rows` consecutive tokens. The row of a token of another rank is 0.
-    """
-    local_tokens = tokens - index * rows
-    is_local = (local_tokens >= 0) & (local_tokens < rows)
-    return local_tokens.where(is_local, 0), is_local
 
 
 class TiedParallelHead(TiedHead):

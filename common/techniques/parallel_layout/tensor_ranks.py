@@ -157,3 +157,13 @@ def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = shards.new_empty(len(shards) // ranks, *shards.shape[1:])
     dist.reduce_scatter_tensor(total, shards, group=group)
     return total
+
+
+def find_local_rows(tokens: Tensor, rows: int, index: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each token in this rank's part of the vocabulary, and whether the token is in this part.
+
+    Each rank holds `rows` consecutive tokens. The row of a token of another rank is 0.
+    """
+    local_tokens = tokens - index * rows
+    is_local = (local_tokens >= 0) & (local_tokens < rows)
+    return local_tokens.where(is_local, 0), is_local

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.models.gpt import NOT_SCORED
-from common.techniques.parallel_layout.tensor_layers import find_local_rows
-from common.techniques.parallel_layout.tensor_ranks import TensorRanks
+from common.techniques.parallel_layout.tensor_ranks import TensorRanks, find_local_rows
 
 
 def sum_vocabulary_loss(logits: Tensor, targets: Tensor, ranks: TensorRanks) -> Tensor:
