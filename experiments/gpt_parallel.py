@@ -2,6 +2,8 @@
 
     python experiments/gpt_parallel.py                                         two replicas on this machine
     python experiments/gpt_parallel.py replicas=1                              a single process
+    python experiments/gpt_parallel.py replicas=1 tensor=2 sequence=true       divided matrices and tokens
+    python experiments/gpt_parallel.py replicas=1 fsdp=2                       sharded parameters
     make exp NAME=gpt_parallel NODES=2                                         on a cluster
 
 A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
@@ -23,12 +25,14 @@ from common.techniques.language_model.targets import count_valid_tokens, mask_ta
 from common.techniques.parallel_layout import parallelize
 from configs.gpt_parallel import Config
 
-from torch import nn
+from typing import Any
+
+import torch
 
 
-def build_model(cfg: Config, run: Run) -> nn.Module:
+def build_model(cfg: Config, run: Run) -> Any:
     """Build the network and load its initial weights. The weights are the same on every rank."""
-    network: nn.Module
+    network: Any
     if cfg.model == "gpt":
         size = cfg.size
         network = GPT(
@@ -61,7 +65,7 @@ def main(cfg: Config, run: Run) -> None:
         optimizer.zero_grad()
         microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
         valid_tokens = count_valid_tokens(microbatches)  # of all ranks
-        step_loss = 0.0
+        step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
         for x, y in microbatches:
             losses = parallel.sum_loss(network(x), y)
             loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
