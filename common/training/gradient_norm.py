@@ -33,10 +33,11 @@ def is_sharded(gradient: Tensor) -> bool:
 
 
 def compute_sharded_norm(gradients: Sequence[Any]) -> Tensor:
-    """Return the Euclidean norm over gradients of which each may be divided in other dimensions of a mesh.
+    """Return the Euclidean norm over gradients that may be divided in different dimensions of a mesh.
 
     The squares of a gradient are summed over the mesh dimensions in which it is divided, and counted once in all other
-    dimensions. torch's `get_total_norm` is wrong if the placements of the gradients differ.
+    dimensions. Gradients that are divided in the same dimensions share one all-reduce per dimension; torch's
+    `get_total_norm` needs one for each gradient.
     """
     local_gradients: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:

@@ -54,7 +54,7 @@ MISTAKES = {
         "local_norm,tensor=2",
         "counts_copies,tensor=2",
     ),
-    4: ("norm_of_torch,tensor=2,fsdp=2",),
+    4: ("ignores_tensor_shards,tensor=2,fsdp=2",),
 }
 
 

@@ -185,11 +185,11 @@ def count_copies(original: Any, gradients: Any) -> Tensor:
     return square.sqrt()
 
 
-def use_norm_of_torch(original: Any, gradients: Any) -> Tensor:
-    """Compute the norm with torch's function, which expects equal placements."""
-    norm: Any = nn.utils.get_total_norm(gradients)
-    full: Tensor = norm.full_tensor()
-    return full
+def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
+    """Sum over the ranks of fsdp only, as torch's norm does if tensor shards are plain tensors under fully_shard."""
+    square = clip_by_local_norm(original, gradients).square()
+    torch.distributed.all_reduce(square, group=gradients[0].device_mesh.get_group("fsdp"))
+    return square.sqrt()
 
 
 MISTAKES = {
@@ -203,7 +203,7 @@ MISTAKES = {
     "averages_per_rank": [(parallel_model.ParallelModel, "sum_loss", average_per_rank)],
     "local_norm": [(gradient_norm, "compute_sharded_norm", clip_by_local_norm)],
     "counts_copies": [(gradient_norm, "compute_sharded_norm", count_copies)],
-    "norm_of_torch": [(gradient_norm, "compute_sharded_norm", use_norm_of_torch)],
+    "ignores_tensor_shards": [(gradient_norm, "compute_sharded_norm", ignore_tensor_shards)],
 }
 GPT_PARALLEL = ParityMethod(
     name="gpt_parallel_cases:GPT_PARALLEL",
