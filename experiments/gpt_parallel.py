@@ -23,6 +23,8 @@ from common.models.model_file import load_initial_weights
 from common.techniques.language_model.report import TextReport, add_bits_per_byte
 from common.techniques.language_model.targets import count_valid_tokens, mask_targets
 from common.techniques.parallel_layout import parallelize
+from common.techniques.parallel_layout.layout_report import LayoutReport
+from common.techniques.parallel_layout.step_meter import StepMeter
 from configs.gpt_parallel import Config
 
 from typing import Any
@@ -60,6 +62,8 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)
+    meter = StepMeter(network, optimizer)  # measures memory and messages of the first step
+    run.add_hook(meter)
 
     for step in run.steps(lambda: add_bits_per_byte(parallel.score(run), run)):
         optimizer.zero_grad()
@@ -75,7 +79,7 @@ def main(cfg: Config, run: Run) -> None:
         step.log(loss=step_loss)
         step.clip_gradients(network.parameters(), cfg.clip)
         optimizer.step()
-    run.report(TextReport(run, cfg.prompt))
+    run.report(TextReport(run, cfg.prompt), LayoutReport.gather(cfg, run, network, meter))
 
 
 if __name__ == "__main__":

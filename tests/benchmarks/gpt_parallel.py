@@ -67,7 +67,10 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
         return GPT(CONTEXT, 256, width=WIDTH, layers=LAYERS, heads=HEADS, tied=False)
 
     def make_side(model: GPT, compute_loss: Callable[[], Any], contexts: Callable[[], Any]) -> Callable[[], float]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        # The fused kernel needs divided and replicated parameters in different groups.
+        divided = [parameter for parameter in model.parameters() if hasattr(parameter, "placements")]
+        replicated = [parameter for parameter in model.parameters() if not hasattr(parameter, "placements")]
+        optimizer = torch.optim.AdamW([{"params": divided}, {"params": replicated}], lr=1e-3, fused=True)
 
         def take_steps() -> float:
             start = time.perf_counter()
@@ -171,7 +174,11 @@ PARTS = [
         table,
         rounds=7,
         check=check_losses,
-        facts=("1 thread per process", "float32", f"width {WIDTH}, {LAYERS} blocks, {BATCH} samples of {CONTEXT} bytes"),
+        facts=(
+            "1 thread per process",
+            "float32",
+            f"width {WIDTH}, {LAYERS} blocks, {BATCH} samples of {CONTEXT} bytes",
+        ),
     ),
     Part(
         f"{NAME}/default",
