@@ -6,7 +6,6 @@ from configs.gpt_parallel import Config
 from tests.harness.experiments.entry import Entry
 
 SMALL_NETWORK = ("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2")
-
 VARIED = (*SMALL_NETWORK, "dropout=0.3", "accumulate=3", "masked=0.3", "evaluate_every=7")
 
 ENTRY = Entry(
@@ -22,7 +21,10 @@ ENTRY = Entry(
         (*VARIED, "replicas=1", "fsdp=2", "reshard=false"),
         (*VARIED, "replicas=2"),
     ),
-    page_settings=(*SMALL_NETWORK, "batch=16"),
+    page_settings=SMALL_NETWORK,
+    page_commands_tested_elsewhere={
+        "make sample 'RUN=<id>' 'TEXT=def ' TEMPERATURE=0.7 TOP_K=40": "tests/experiments/test_gpt_parallel.py",
+    },
     evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=3", "dtype=float64"),),
     tests_export=True,
     parity_transports=("memory",),
