@@ -17,14 +17,18 @@ class PositionDropout(SampleDropout):
 
     A value is dropped depending on the seed, the name of the layer, the epoch, the position of the sample in the epoch,
     the position of the token in the sample, and the position of the value in the vector. A rank that holds only some
-    tokens of each sample (sequence parallelism) sets `token_shard`. A hash needs no state, so each rank computes the
-    masks of its own values only.
+    tokens of each sample (sequence parallelism) calls `set_token_shard`. A hash needs no state, so each rank computes
+    the masks of its own values only.
     """
 
     def __init__(self, rate: float, seed: int, name: str) -> None:
         super().__init__(rate, seed, name)
         self.token_shard = (0, 1)
         """Index of this rank's shard of the tokens of each sample, and number of shards of equal size."""
+
+    def set_token_shard(self, shard: int, shards: int) -> None:
+        """Set which of several shards of the tokens, of equal size, the layer gets."""
+        self.token_shard = (shard, shards)
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to the token vectors [n, T, width] of the next microbatch."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from common.data import loader
 from common.data.prepare import PreparedDataset
 from common.models.gpt import GPT, NOT_SCORED
+from common.models.position_dropout import PositionDropout
 from common.models.sample_dropout import list_dropout_layers
 from common.runs.result import ReportData
 from common.system.seeds import derive_seed
@@ -83,7 +84,7 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
     inputs, targets = load_tokens(prepared, "train", cfg.data.train_limit)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     scales = [parameter for parameter in model.parameters() if parameter.dim() == 1]
-    groups = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": scales, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1, weight_decay=cfg.optim.weight_decay)
     model.train()
     losses: list[float] = []
@@ -133,7 +134,8 @@ def redraw_shards(original: Any, model: GPT, ranks: Any) -> None:
 def forget_token_shards(parallel: ParallelModel) -> None:
     """Use the masks of the first tokens for all shards of the tokens."""
     for layer in list_dropout_layers([parallel.model]):
-        layer.token_shard = (0, 1)  # type: ignore[attr-defined]
+        assert isinstance(layer, PositionDropout)
+        layer.set_token_shard(0, 1)
 
 
 def use_different_masks(parallel: ParallelModel) -> None:

@@ -18,7 +18,7 @@ def apply_dropout(
     """Return the output for some samples of ROWS, or for a shard of their tokens."""
     layer = PositionDropout(RATE, seed, name)
     layer.set_positions(epoch, [samples])
-    layer.token_shard = token_shard
+    layer.set_token_shard(*token_shard)
     shard, shards = token_shard
     rows = ROWS[samples.start : samples.stop].chunk(shards, dim=1)[shard]
     return layer(rows)
