@@ -70,6 +70,8 @@ class Config(TrainingExperiment):
     dropout: float = between(0, 0.95, 0)
     """Dropout probability for token vectors and for the branches of each block. The mask of a value depends only on its
     position in the epoch, so that every layout drops the same values."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Numeric precision of matrix products. bf16 uses autocast with parameters in float32."""
     accumulate: int = at_least(1, 1)
     """Number of microbatches per optimizer step. `batch` is the number of samples of a step over all ranks."""
     masked: float = between(0, 0.95, 0)
@@ -95,6 +97,8 @@ class Config(TrainingExperiment):
     def check(self) -> None:
         super().check()
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
+        if self.dtype == "float64" and self.precision == "bf16":
+            raise ValueError("precision=bf16 cannot be combined with dtype=float64; omit one of them")
         if self.loss != "cross_entropy":
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":

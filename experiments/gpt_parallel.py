@@ -65,13 +65,20 @@ def main(cfg: Config, run: Run) -> None:
     meter = StepMeter(network, optimizer)  # measures memory and messages of the first step
     run.add_hook(meter)
 
-    for step in run.steps(lambda: add_bits_per_byte(parallel.score(run), run)):
+    autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
+
+    def evaluate() -> dict[str, float]:
+        with autocast:
+            return add_bits_per_byte(parallel.score(run), run)
+
+    for step in run.steps(evaluate):
         optimizer.zero_grad()
         microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
         valid_tokens = count_valid_tokens(microbatches)  # of all ranks
         step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
         for x, y in microbatches:
-            losses = parallel.sum_loss(network(x), y)
+            with autocast:
+                losses = parallel.sum_loss(network(x), y)
             loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
             step_loss += loss.detach()
             loss.backward()  # also averages the gradients over the ranks of fsdp

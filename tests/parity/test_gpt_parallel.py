@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,3 +62,23 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert len(outcome["norms"]) == len(losses) == STEPS
         assert max(single_process["norms"]) > 1, "the comparison requires gradients that are clipped"
         assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
+
+
+def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> float:
+    """Return the Euclidean distance of all parameters from those of one process."""
+    gaps = [outcome["state"][name] - tensor for name, tensor in single_process["state"].items()]
+    return math.sqrt(sum(gap.square().sum().item() for gap in gaps))
+
+
+def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
+    bf16 = "precision=bf16,dtype=float32"
+    layouts = ["tensor=2", "tensor=2,sequence=true", "fsdp=2", "replicas=2"]
+    outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
+    single_case = f"{BASE},{bf16}"
+    outcome_of_one = train_cases(GPT_PARALLEL, tmp_path, cache, 1, [single_case])[single_case]
+    single_process = run_reference(GPT_PARALLEL, cache, BASE)
+    distance_of_one = find_distance(outcome_of_one, single_process)
+    assert distance_of_one > 1e-3, "bf16 rounds"
+    for case, outcome in outcomes.items():
+        assert find_distance(outcome, single_process) <= 2 * distance_of_one, case
+        assert outcome["differing_ranks"] == [], case

@@ -78,6 +78,8 @@ class ParallelModel:
         `logits` [N, T, vocabulary] are the outputs of the model, which tensor parallelism divides by vocabulary.
         `targets` int64 [N, T] are NOT_SCORED for tokens that are not scored. The ranks of `tensor` have equal sums.
         """
+        if logits.dtype == torch.bfloat16:
+            logits = logits.float()  # in bf16, the sum of a thousand losses would be rounded to an integer
         if self.tensor_ranks is None:
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_SCORED, reduction="sum")
         return sum_vocabulary_loss(logits, targets, self.tensor_ranks)
