@@ -41,7 +41,7 @@ CASES = {
     ),
     8: ("tensor=2,fsdp=2,replicas=2,sequence=true",),
 }
-DRAWN_CASES = {2: 4, 4: 4, 8: 1}
+DRAWN_CASES = {2: 3, 4: 3, 8: 1}
 """Number of cases that a test run draws for each number of ranks."""
 
 

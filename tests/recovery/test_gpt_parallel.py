@@ -33,7 +33,7 @@ def test_each_layout_continues_the_run_of_another_layout(tmp_path: Path, quick: 
     uninterrupted = run_experiment(ENTRY.name, *settings, runs=tmp_path / "uninterrupted")
     expected_state = load_final_state(uninterrupted.folder)
     folder = uninterrupted.folder
-    for number, layout in enumerate(draw_cases("resumes with other layouts", LAYOUTS, 3)):
+    for number, layout in enumerate(draw_cases("resumes with other layouts", LAYOUTS, 2)):
         step = 2 * (number + 1)
         folder = copy_as_interrupted(folder, step, tmp_path / str(number))
         resumed = resume_run(ENTRY, folder, *SINGLE_PROCESS, *layout)
