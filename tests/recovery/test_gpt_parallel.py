@@ -1,4 +1,4 @@
-"""A run of gpt_parallel is resumed with other layouts, and equals an uninterrupted single process to 1e-9."""
+"""A run of gpt_parallel is resumed with another layout, and its weights are used by another layout."""
 
 from __future__ import annotations
 
@@ -9,42 +9,50 @@ import pytest
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
-from tests.harness.runs.resuming import ONE_THREAD, copy_as_interrupted, load_final_state, resume_run
+from tests.harness.runs.resuming import copy_as_interrupted, resume_run
 
 ENTRY = ENTRY_BY_NAME["gpt_parallel"]
-STEPS = 20
-TOLERANCE = 1e-9
-SINGLE_PROCESS = ("tensor=1", "sequence=false", "fsdp=1", "reshard=true", "replicas=1")
-LAYOUTS = (
-    ("tensor=2", "sequence=true"),
-    ("fsdp=2", "reshard=false"),
-    ("replicas=2",),
-    ("tensor=2", "fsdp=2"),
-    (),
-    ("fsdp=2", "replicas=2"),
-    ("tensor=2",),
+VARIED = (
+    *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "dropout=0.2", "masked=0.3"),
+    *("accumulate=2", "dtype=float64", "steps=16", "evaluate_every=5"),
 )
-"""Layouts that resume a run, one after another. The first one resumes the run of a single process."""
+LAYOUT_PAIRS = (
+    ("replicas=1 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=true"),
+    ("replicas=1 fsdp=1 tensor=2 sequence=false", "replicas=1 fsdp=2 tensor=1 sequence=false"),
+    ("replicas=1 fsdp=2 tensor=1 sequence=false", "replicas=2 fsdp=1 tensor=1 sequence=false"),
+    ("replicas=2 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=false"),
+    ("replicas=1 fsdp=2 tensor=2 sequence=true", "replicas=1 fsdp=1 tensor=1 sequence=false"),
+    ("replicas=1 fsdp=1 tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
+)
 
 
-def test_each_layout_continues_the_run_of_another_layout(tmp_path: Path, quick: Settings) -> None:
-    length = (f"steps={STEPS}", "checkpoint.every_steps=2")
-    settings = (*quick, "dtype=float64", ONE_THREAD, *length, *ENTRY.make_rank_settings(1))
-    uninterrupted = run_experiment(ENTRY.name, *settings, runs=tmp_path / "uninterrupted")
-    expected_state = load_final_state(uninterrupted.folder)
-    folder = uninterrupted.folder
-    for number, layout in enumerate(draw_cases("resumes with other layouts", LAYOUTS, 2)):
-        step = 2 * (number + 1)
-        folder = copy_as_interrupted(folder, step, tmp_path / str(number))
-        resumed = resume_run(ENTRY, folder, *SINGLE_PROCESS, *layout)
-        assert f"resumed from step {step}" in resumed.stdout, layout
-        losses = [row["loss"] for row in folder.read_metrics() if "loss" in row]
-        assert losses == pytest.approx(uninterrupted.losses, abs=TOLERANCE, rel=0), layout
-        assert len(losses) == STEPS
-        scores = folder.result["scores"]
-        assert scores == pytest.approx(uninterrupted.folder.result["scores"], abs=TOLERANCE, rel=0), layout
-        state = load_final_state(folder)
-        assert state.keys() == expected_state.keys()
-        for name, tensor in expected_state.items():
-            gap = (state[name] - tensor).abs().max().item()
-            assert gap <= TOLERANCE, f"{name} after {layout}"
+def read_losses(rows: list[dict[str, float]]) -> list[float]:
+    """Return the losses of all steps and evaluations."""
+    return [row.get("loss", row.get("test_loss", 0.0)) for row in rows]
+
+
+@pytest.mark.parametrize(("layout", "new_layout"), draw_cases("gpt-resumes", LAYOUT_PAIRS, 2))
+def test_a_run_is_resumed_with_another_layout(layout: str, new_layout: str, tmp_path: Path, quick: Settings) -> None:
+    """The samples after the resume are those that follow in the text."""
+    uninterrupted = run_experiment(ENTRY.name, *quick, *VARIED, *layout.split(), runs=tmp_path / "uninterrupted")
+    folder = copy_as_interrupted(uninterrupted.folder, 9, tmp_path / "interrupted")
+    resumed = resume_run(ENTRY, folder, *new_layout.split())
+    assert "resumed from step 9" in resumed.stdout
+    losses = read_losses(folder.read_metrics())
+    assert losses == pytest.approx(read_losses(uninterrupted.folder.read_metrics()), abs=1e-9, rel=0)
+    assert len(losses) == 16 + 5  # 13 steps per epoch: evaluated after the steps 5, 10, 13, 15 and 16
+
+
+def test_weights_of_a_layout_are_the_initial_weights_of_another_layout(tmp_path: Path, quick: Settings) -> None:
+    settings = (*quick, *VARIED, "optim.lr=1e-12", "dropout=0")
+    trained = run_experiment(
+        ENTRY.name, *quick, *VARIED, "replicas=1", "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained"
+    )
+    losses = {}
+    for layout in ("replicas=1 tensor=2", "replicas=1"):
+        runs = tmp_path / layout.replace(" ", "-")
+        weights = f"weights={trained.folder.path}"
+        completed = run_experiment(ENTRY.name, *settings, weights, *layout.split(), runs=runs)
+        losses[layout] = completed.result["test_loss"]
+    assert losses["replicas=1 tensor=2"] == pytest.approx(losses["replicas=1"], abs=1e-9, rel=0)
+    assert losses["replicas=1"] == pytest.approx(trained.result["test_loss"], abs=1e-6, rel=0)
