@@ -59,6 +59,7 @@ class NetworkSize:
 class Config(TrainingExperiment):
     """Settings for training a GPT."""
 
+    rank_settings: ClassVar[str] = "replicas, fsdp or tensor, whose product is the number of ranks"
     smallest_settings: ClassVar[tuple[str, ...]] = (
         *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "batch=16", "optim.warmup=0"),
     )

@@ -169,6 +169,9 @@ class Experiment:
     smallest_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that make a run small, for `make tour`."""
 
+    rank_settings: ClassVar[str] = "processes_per_node"
+    """Settings that determine the number of ranks, as messages name them."""
+
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""
     steps: int = at_least(0, 0)
