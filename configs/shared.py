@@ -223,10 +223,10 @@ class Data:
     name: str = "mnist"
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, text, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
-    only. vectors contains samples of 10 numbers in 5 classes. text contains samples of `data.context` bytes.
+    only. vectors contains samples of 10 numbers in 5 classes, and text samples of `data.context` bytes.
     FILE.py:function is a custom data set: function(root) returns four NumPy arrays (train inputs, train targets, test
-    inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml contains the name of the data set
-    that was used."""
+    inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml names the data set that was
+    used."""
     root: str = file_path("data")
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
@@ -234,11 +234,10 @@ class Data:
     cache: str = file_path("data/prepared")
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
-    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With
-    data.fallback=none, the run fails instead."""
+    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. none: the run
+    fails."""
     image_size: int = between(8, 1024, 32)
-    """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
-    resized and cropped once, during preparation."""
+    """Height and width, in pixels, of the images of imagefolder (resized and cropped once) and of generated."""
     context: int = between(2, 65_536, 128)
     """Number of tokens in a sample of text. The tokens are bytes."""
     samples: int = between(5, 10_000_000, 10_000)

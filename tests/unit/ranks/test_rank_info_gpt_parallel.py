@@ -9,11 +9,19 @@ from tests.harness.runs.long_runs import find_free_port
 
 
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     layout = ("replicas=1", "tensor=2", "fsdp=2")
     text = (f"data.root={__file__}", f"data.cache={tmp_path / 'cache'}", "data.context=16")
     completed = run_experiment(
-        "gpt_parallel", *layout, *text, runs=tmp_path / "runs", timeout=WAIT_TIMEOUT, status=2, **variables
+        "gpt_parallel",
+        *layout,
+        *text,
+        runs=tmp_path / "runs",
+        timeout=WAIT_TIMEOUT,
+        status=2,
+        RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(find_free_port()),
     )
     remedy = "change replicas, fsdp or tensor, whose product is the number of ranks"
     assert completed.stderr == (
