@@ -230,7 +230,7 @@ class Data:
     root: str = file_path("data")
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
-    be downloaded. For text, a UTF-8 file or folder; the default selects the source of Python's standard library."""
+    be downloaded. For text, a UTF-8 file or folder; none selects the source of Python's standard library."""
     cache: str = file_path("data/prepared")
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"

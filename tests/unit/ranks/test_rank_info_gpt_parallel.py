@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests.harness.commands.processes import WAIT_TIMEOUT, run_experiment
 from tests.harness.runs.long_runs import find_free_port
 
 
 def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    variables: dict[str, Any] = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+    }
     layout = ("replicas=1", "tensor=2", "fsdp=2")
     text = (f"data.root={__file__}", f"data.cache={tmp_path / 'cache'}", "data.context=16")
     completed = run_experiment(
