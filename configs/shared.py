@@ -82,8 +82,7 @@ class Log:
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of messages that the terminal shows. The log files in attempts/*/logs contain all messages."""
     seconds: float = between(0.05, 60, 0.5)
-    """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of
-    `log.seconds`."""
+    """Seconds between two writes to metrics.jsonl, which contains a row for every step."""
     gradient_norm: Literal["auto", "true", "false"] = field(default="auto", metadata={"needs_model": True})
     """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
@@ -230,7 +229,7 @@ class Data:
     root: str = file_path("data")
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
-    be downloaded. For text, a UTF-8 file or folder; the default selects the source of Python's standard library."""
+    be downloaded. For text, a UTF-8 file or folder; none selects the source of Python's standard library."""
     cache: str = file_path("data/prepared")
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
@@ -252,8 +251,7 @@ class Data:
     """Random augmentation of training images. crop shifts an image by up to an eighth of its side length; crop_flip
     also flips images horizontally, which is not suitable for digits."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """How to handle imagefolder files that are truncated or are not images. refuse lists these files and fails; skip
-    skips these files."""
+    """How to handle unreadable files of imagefolder: refuse lists these files and fails; skip skips these files."""
     workers: int = between(0, 64, 0)
     """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
     prepares its batches. A data worker fails if it is killed or needs more than half of launch.step_timeout for a block
