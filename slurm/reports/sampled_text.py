@@ -36,7 +36,7 @@ def sample_from_run(folder: RunFolder, text: str, temperature: float, top_k: int
     facts, model = model_file.load_model(folder)
     if facts["data"] != "text":
         problem = f"{folder.path.name} was trained on data.name={facts['data']}, so its model cannot continue a text"
-        raise UserError(f"{problem}; use a run with data.name=text, such as one of gpt_parallel")
+        raise UserError(f"{problem}; use a run with data.name=text")
     context = facts["shape"][0]
     return sampling.sample_text(model, context, text, temperature=temperature, top_k=top_k, seed=seed)
 
