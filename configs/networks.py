@@ -14,6 +14,7 @@ TRAINING_CHECKER = "common.training.custom_training:check_training"
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
 MIN_IMAGE_SIZES = {"convnet": 6, "lenet5": 16}  # in pixels; convolutions without padding need larger images
+TEXT_NETWORKS = ("gpt",)  # networks that require text
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # networks that require images
 
 
@@ -30,6 +31,18 @@ def loss_field() -> Any:
 def get_network_name(model: str) -> str:
     """Return the name of a network for reports: the setting `model`, or the class of a custom network."""
     return model.rpartition(":")[2]
+
+
+def check_samples(model: str, data_name: str) -> None:
+    """Raise ValueError if a built-in network does not accept the samples of a built-in data set."""
+    if model in TEXT_NETWORKS and data_name != "text":
+        raise ValueError(f"model={model} needs text, but data.name={data_name} contains none; use data.name=text")
+    if data_name == "text" and model not in TEXT_NETWORKS and ":" not in model:
+        problem = f"data.name=text contains text, which model={model} does not accept" if model else "data.name=text"
+        remedy = f"use another data set, or model={TEXT_NETWORKS[0]} in an experiment that has it"
+        raise ValueError(f"{problem}; {remedy}")
+    if data_name == "vectors":
+        check_shape(model, data_name, (10,))
 
 
 def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:

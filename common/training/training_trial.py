@@ -38,7 +38,7 @@ def try_training(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
     targets = train.load_targets(samples, torch.device("cpu"), dtype)
     model = getattr(cfg, "model", "")
     network: nn.Module | None = None
-    outputs = torch.randn(len(targets), train.outputs, dtype=dtype, requires_grad=True)
+    outputs = torch.randn(len(targets), *train.output_shape, dtype=dtype, requires_grad=True)
     if ":" in model:
         inputs = train.load_inputs(samples, torch.device("cpu"), dtype)
         network = build_network(model, train.shape, train.outputs).to(dtype)
@@ -49,7 +49,7 @@ def try_training(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
     if ":" in cfg.loss:
         check_custom_loss(cfg.loss, outputs, targets)
     if network is not None:
-        loss = choose_loss(cfg)(outputs, targets, reduction="sum")
+        loss = choose_loss(cfg, train)(outputs, targets, reduction="sum")
         check_gradients(cfg, model, network, loss)
 
 
@@ -82,7 +82,7 @@ def check_outputs(loss: str, outputs: Any, targets: Tensor, train: Images) -> No
         raise TypeError(f"forward returned a {type(outputs).__name__}; return a float tensor")
     expected = None
     if loss == "cross_entropy":
-        expected = [count, train.outputs]
+        expected = [count, *train.output_shape]
     elif loss == "mse" and not train.has_labels and outputs.numel() != targets.numel():
         expected = list(targets.shape)
     if expected is not None and list(outputs.shape) != expected:

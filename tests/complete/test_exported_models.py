@@ -54,8 +54,8 @@ def test_the_torch_export_file_computes_the_same_outputs(
     if entry == STAGED_ENTRY:
         assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
-    images = torch.randn(3, *facts["shape"])
-    assert torch.allclose(run_exported_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
+    inputs = exporting.draw_inputs(facts, 3)
+    assert torch.allclose(run_exported_program(folder.path / "model.pt2", inputs), model(inputs), atol=1e-5)
 
 
 def read_readme_examples() -> tuple[str, str]:
