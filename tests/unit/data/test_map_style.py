@@ -160,6 +160,8 @@ def test_a_sample_with_nan_is_refused_while_training(tmp_path: Path, value: str)
     train_set = open_samples(prepare_text(tmp_path, text), "train")
     with pytest.raises(UserError, match=r"own\.py:13: sample 31 contains NaN or infinity; remove such samples"):
         train_set.load_inputs(slice(30, 32), torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match=r"own\.py:13: sample 31 contains NaN"):
+        list_batches(make_loader(train_set, workers=1))
 
 
 def test_a_changed_length_and_a_bad_sample_are_refused_while_training(tmp_path: Path) -> None:
