@@ -12,13 +12,12 @@ from typing import ClassVar, Literal, Self
 
 from configs import networks
 from configs.batch_plan import BatchPlan, check_sample_count
+from configs.data_rules import TRAIN_SAMPLES, check_data
 from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
 
 BACKEND_SETUPS = {"builtin": "common.backend.setup"}
 """Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
-DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors", "text")
-TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # data sets of fixed size
 OPTIMIZER_CHECKER = "common.training.custom_optimizer:check_optimizer_of_config"
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
@@ -263,13 +262,7 @@ class Data:
 
     def check(self) -> None:
         """Raise ValueError for an unknown data set, or for settings that do not apply to the data set."""
-        if not self.cache:
-            raise ValueError("data.cache= must not be empty; name a folder or omit data.cache")
-        if self.name not in DATA_SETS and ":" not in self.name:
-            raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
-        if self.name in ("vectors", "text") and self.augment != "none":
-            problem = f"data.augment={self.augment} needs images, but data.name={self.name} has none"
-            raise ValueError(f"{problem}; omit data.augment")
+        check_data(self.name, self.cache, self.augment)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from common.config.custom_function import (
 from common.config.lookup import import_object
 from common.data import prepare, sources
 from common.runs.folder import convert_disk_errors
-from configs.shared import DATA_SETS, Data
+from configs.data_rules import DATA_SETS
+from configs.shared import Data
 
 SET_NAMES = ", ".join(DATA_SETS)
 USAGE = (
