@@ -11,7 +11,7 @@ override given = $(if $(filter $1,$(GIVEN)),"$$$1")
 override PY := .venv/bin/python
 override READY := .venv/.ready
 override FAST := tests/unit tests/experiments tests/pitfalls tests/commands
-override VERBS := exp rerun evaluate export sweep doctor status logs note archive cancel compare sync dashboard leet prune-runs tour \
+override VERBS := exp rerun evaluate export sample sweep doctor status logs note archive cancel compare sync dashboard leet prune-runs tour \
   new-experiment check-optimizer cluster-up cluster-down cluster-status cluster-shell
 # Verbs that report on runs or cancel them also work if .venv is older than requirements.txt.
 override REPORTS := status logs note archive cancel compare sync dashboard leet prune-runs cluster-down cluster-status \
@@ -52,6 +52,7 @@ exp:  ## run an experiment: NAME=mnist_pipeline [NODES=2] [ARGS="key=value ..."]
 rerun:  ## repeat a run with its own settings and source, and compare the results bit for bit: RUN=<id> [ARGS="key=value ..."] [LAUNCH= CLUSTER=]
 evaluate:  ## evaluate the trained model of a finished run in one process: RUN=<id> [ARGS="data.root=..."]
 export:  ## export the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
+sample:  ## continue a text with the trained model of a run: RUN=<id> TEXT="def " [TEMPERATURE=1] [TOP_K=40] [SEED=0]
 sweep:  ## run the points of a grid that are missing or can be resumed: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
 doctor:  ## check every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or find out why a run failed or hangs: RUN=<id> [JSON=1]
 status:  ## show the state of the newest 20 runs, of all runs (ALL=1), or of one run: RUN=<id> [WAIT=seconds] [FOLLOW=1] [JSON=1]

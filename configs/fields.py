@@ -31,7 +31,7 @@ def between(low: float, high: float, default: float, only: str = "") -> Any:
 def file_path(default: str) -> Any:
     """Define a dataclass field for the path of a file or folder.
 
-    If the default is `none`, this value means that there is no such file.
+    The value `none` means that there is no such file.
     """
     return field(default=default, metadata={"is_path": True})
 

@@ -13,6 +13,8 @@ TRAINING_CHECKER = "common.training.custom_training:check_training"
 """Import path of the function that checks a custom network and a custom loss on samples of the data set."""
 
 RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # number of parameters at width 64
+MIN_IMAGE_SIZES = {"convnet": 6, "lenet5": 16}  # in pixels; convolutions without padding need larger images
+TEXT_NETWORKS = ("gpt",)  # networks that require text
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # networks that require images
 
 
@@ -31,6 +33,18 @@ def get_network_name(model: str) -> str:
     return model.rpartition(":")[2]
 
 
+def check_samples(model: str, data_name: str) -> None:
+    """Raise ValueError if a built-in network does not accept the samples of a built-in data set."""
+    if model in TEXT_NETWORKS and data_name != "text":
+        raise ValueError(f"model={model} needs text, but data.name={data_name} contains none; use data.name=text")
+    if data_name == "text" and model not in TEXT_NETWORKS and ":" not in model:
+        problem = f"data.name=text contains text, which model={model} does not accept" if model else "data.name=text"
+        remedy = f"use another data set, or model={TEXT_NETWORKS[0]} in an experiment that has it"
+        raise ValueError(f"{problem}; {remedy}")
+    if data_name == "vectors":
+        check_shape(model, data_name, (10,))
+
+
 def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:
     """Raise ValueError if a built-in network does not accept samples of this shape: [H, W], [C, H, W] or [D]."""
     if ":" in model:
@@ -38,8 +52,13 @@ def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:
     if not shape:
         problem = f"data.name={data_name} contains single numbers, but the model needs vectors"
         raise ValueError(f"{problem}; return inputs of shape [N, 1], or use a custom network FILE.py:Class")
-    if model in CONVOLUTIONS and len(shape) not in (2, 3):
+    if model not in CONVOLUTIONS:
+        return
+    min_size = MIN_IMAGE_SIZES.get(model, 1)
+    is_image = len(shape) in (2, 3)
+    if not is_image or min(shape[-2:]) < min_size:
         samples = "vectors" if len(shape) == 1 else f"samples of shape {list(shape)}"
         alternatives = "model=mlp or model=toy if the experiment has it, or a custom network FILE.py:Class"
-        problem = f"data.name={data_name} contains {samples}, but the model needs images"
+        images = f"images of at least {min_size}x{min_size} pixels" if is_image else "images"
+        problem = f"data.name={data_name} contains {samples}, but model={model} needs {images}"
         raise ValueError(f"{problem}; use another data set, {alternatives}")

@@ -134,6 +134,7 @@ class PipelineExperiment(TrainingExperiment):
     """Settings for experiments that partition a model into stages."""
 
     splits_network: ClassVar[bool] = True
+    rank_settings: ClassVar[str] = "the number of stages"
 
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline engine."""

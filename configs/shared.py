@@ -12,13 +12,12 @@ from typing import ClassVar, Literal, Self
 
 from configs import networks
 from configs.batch_plan import BatchPlan, check_sample_count
+from configs.data_rules import TRAIN_SAMPLES, check_data
 from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
 
 BACKEND_SETUPS = {"builtin": "common.backend.setup"}
 """Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
-DATA_SETS = ("mnist", "digits", "cifar10", "imagefolder", "generated", "vectors")
-TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # data sets of fixed size
 OPTIMIZER_CHECKER = "common.training.custom_optimizer:check_optimizer_of_config"
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
@@ -82,8 +81,7 @@ class Log:
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of messages that the terminal shows. The log files in attempts/*/logs contain all messages."""
     seconds: float = between(0.05, 60, 0.5)
-    """Seconds between two writes to metrics.jsonl. The file contains a row for every step, regardless of
-    `log.seconds`."""
+    """Seconds between two writes to metrics.jsonl, which contains a row for every step."""
     gradient_norm: Literal["auto", "true", "false"] = field(default="auto", metadata={"needs_model": True})
     """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
@@ -169,6 +167,9 @@ class Experiment:
     smallest_settings: ClassVar[tuple[str, ...]] = ()
     """Settings that make a run small, for `make tour`."""
 
+    rank_settings: ClassVar[str] = "processes_per_node"
+    """Settings that determine the number of ranks, as messages name them."""
+
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""
     steps: int = at_least(0, 0)
@@ -210,23 +211,25 @@ class Data:
     """Settings for the data set and its loader."""
 
     name: str = "mnist"
-    """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, or a custom data set. imagefolder reads
+    """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, text, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
-    only. vectors contains samples of 10 numbers in 5 classes. FILE.py:function is a custom data set: function(root)
-    returns four NumPy arrays (train inputs, train targets, test inputs, test targets) or two map-style data sets. After
-    a fallback, resolved.yaml contains the name of the data set that was used."""
+    only. vectors contains samples of 10 numbers in 5 classes, and text samples of `data.context` bytes.
+    FILE.py:function is a custom data set: function(root) returns four NumPy arrays (train inputs, train targets, test
+    inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml names the data set that was
+    used."""
     root: str = file_path("data")
     """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
-    be downloaded."""
+    be downloaded. For text, a UTF-8 file or folder; none selects the source of Python's standard library."""
     cache: str = file_path("data/prepared")
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
-    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. With
-    data.fallback=none, the run fails instead."""
+    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. none: the run
+    fails."""
     image_size: int = between(8, 1024, 32)
-    """Height and width, in pixels, of the color images of imagefolder and generated. The images of imagefolder are
-    resized and cropped once, during preparation."""
+    """Height and width, in pixels, of the images of imagefolder (resized and cropped once) and of generated."""
+    context: int = between(2, 65_536, 128)
+    """Number of tokens in a sample of text. The tokens are bytes."""
     samples: int = between(5, 10_000_000, 10_000)
     """Number of training samples of generated and vectors. The number of test samples is a fifth of `samples`."""
     classes: int = between(2, 10_000, 10)
@@ -239,8 +242,7 @@ class Data:
     """Random augmentation of training images. crop shifts an image by up to an eighth of its side length; crop_flip
     also flips images horizontally, which is not suitable for digits."""
     unreadable: Literal["refuse", "skip"] = "refuse"
-    """How to handle imagefolder files that are truncated or are not images. refuse lists these files and fails; skip
-    skips these files."""
+    """How to handle unreadable files of imagefolder: refuse lists these files and fails; skip skips these files."""
     workers: int = between(0, 64, 0)
     """Number of data worker processes per rank, which gather and normalize batches in advance. With 0, the rank itself
     prepares its batches. A data worker fails if it is killed or needs more than half of launch.step_timeout for a block
@@ -260,13 +262,7 @@ class Data:
 
     def check(self) -> None:
         """Raise ValueError for an unknown data set, or for settings that do not apply to the data set."""
-        if not self.cache:
-            raise ValueError("data.cache= must not be empty; name a folder or omit data.cache")
-        if self.name not in DATA_SETS and ":" not in self.name:
-            raise ValueError(f"data.name={self.name} is unknown; use {', '.join(DATA_SETS)} or FILE.py:function")
-        if self.name == "vectors" and self.augment != "none":
-            problem = f"data.augment={self.augment} needs images, but data.name=vectors has none"
-            raise ValueError(f"{problem}; omit data.augment")
+        check_data(self.name, self.cache, self.augment)
 
 
 @dataclass(frozen=True)
@@ -366,6 +362,8 @@ class TrainingExperiment(Experiment):
     eval_batch: int = at_least(1, 1000)
     """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
     once."""
+    evaluate_every: int = at_least(0, 0)
+    """Also evaluate the model after every multiple of this number of steps; 0 evaluates after each epoch only."""
     dtype: Literal["float32", "float64"] = "float32"
     """Data type of parameters and computation. float64 is intended for tests that compare results."""
     data: Data = field(default_factory=Data)
@@ -395,6 +393,5 @@ class TrainingExperiment(Experiment):
         data = self.data
         data.check()
         self.optim.check()
-        if data.name == "vectors":
-            networks.check_shape(getattr(self, "model", ""), data.name, (10,))
+        networks.check_samples(getattr(self, "model", ""), data.name)
         check_sample_count(self.batch, data.train_limit, data.train_samples)

@@ -32,6 +32,7 @@ from common.techniques.data_parallel.shards import set_up_shards
 from common.techniques.data_parallel.single_process_baseline import report_scaling
 from configs.ddp_multinode import Config
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
@@ -46,6 +47,17 @@ def list_layers(model: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+def list_fsdp_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that FSDP shards separately: the layers, and last the model with all other parameters.
+
+    Layers that share a parameter with another layer are part of the unit of the model.
+    """
+    layers = list(dict.fromkeys(list_layers(model)))  # a layer may be an attribute and also an element of a list
+    owners = Counter(parameter for layer in layers for parameter in layer.parameters())
+    owners.update(model.parameters(recurse=False))
+    return [layer for layer in layers if all(owners[parameter] == 1 for parameter in layer.parameters())] + [model]
+
+
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
@@ -56,7 +68,7 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
 
         mesh = init_device_mesh(run.device.type, (run.world.size,))
-        for unit in (*list_layers(model), model):
+        for unit in list_fsdp_units(model):
             fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward pass
         return model
     replica = ddp.replicate(

@@ -7,6 +7,7 @@ declared with `configs.fields.flat` have no prefix, so the path of an attribute 
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -18,6 +19,7 @@ import re
 import textwrap
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from common.system.errors import UserError
@@ -207,6 +209,18 @@ def format_value(value: Any) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
+def describe_missing_name(text: str) -> str:
+    """Return why a value that is not `FILE.py:name` is invalid. If it is a file, list the names that it defines."""
+    if not (text.endswith(".py") and Path(text).is_file()):
+        return "invalid value"
+    with contextlib.suppress(SyntaxError, ValueError, OSError):
+        body = ast.parse(Path(text).read_bytes()).body
+        names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+        if names:
+            return f"the name after the file is missing; the file has {', '.join(names)}"
+    return "the name after the file is missing"
+
+
 def convert_value(key: ConfigKey, text: Any) -> Any:
     """Convert text to the type of its key. Raises ValueError if the text is invalid."""
     if key.type == list[str]:
@@ -221,7 +235,7 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
     if key.choices:
         is_file = ":" in text and not key.is_literal
         if text not in key.choices and not is_file:
-            raise ValueError("invalid value")
+            raise ValueError("invalid value" if key.is_literal else describe_missing_name(text))
         return text
     if key.type is bool:
         if text.lower() not in ("true", "false"):

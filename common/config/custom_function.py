@@ -70,18 +70,24 @@ def load_function(setting: str, value: str, alternatives: str, kind: str = "func
     has_kind = inspect.isclass if kind == "Class" else inspect.isfunction
     defined = [name for name, member in namespace.items() if has_kind(member) and member.__module__ == MODULE]
     remedy = f"it has {', '.join(defined)}" if defined else f"define it there, or use one of {alternatives}"
-    raise UserError(f"{setting}={value}: {file} has no {kind.lower()} {name!r}; {remedy}")
+    problem = f"{file} has no {kind.lower()} {name!r}" if name else f"the name of a {kind.lower()} is missing"
+    raise UserError(f"{setting}={value}: {problem}; {remedy}")
 
 
 @contextlib.contextmanager
 def convert_errors_of_user_file(
-    setting: str, value: str, function: Callable[..., Any] | None = None, usage: str = ""
+    setting: str,
+    value: str,
+    function: Callable[..., Any] | None = None,
+    usage: str = "",
+    displayed_file: Path | None = None,
 ) -> Iterator[None]:
     """Convert any error to a one-line UserError that names the user's file and line.
 
     The line is the innermost executed line of that file. If no line of the file was executing, for example after an
     invalid return value, the line is the first line of `function`. In this case, `usage`, which describes the arguments
-    and the return value, is added to a TypeError.
+    and the return value, is added to a TypeError. If `value` names a copy of the user's file, the message names
+    `displayed_file` instead.
     """
     file = value.rpartition(":")[0]
     try:
@@ -98,9 +104,11 @@ def convert_errors_of_user_file(
             line = error.lineno
             problem = f"{error_type}: {error.msg}"
         else:
-            line = getattr(getattr(function, "__code__", None), "co_firstlineno", None)
+            code = getattr(function, "__code__", None)
+            line = code.co_firstlineno if code and code.co_filename == file else None
             problem = message or error_type
             if usage and isinstance(error, TypeError):
                 problem = f"{message}; {usage}"
-        location = f"{file}:{line}" if line else file
-        raise UserError(f"{setting}={value}: {location}: {problem}") from None
+        shown_file = str(displayed_file or file)
+        location = f"{shown_file}:{line}" if line else shown_file
+        raise UserError(f"{setting}={shown_file}:{value.rpartition(':')[2]}: {location}: {problem}") from None

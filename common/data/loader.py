@@ -255,8 +255,9 @@ class Loader:
 
     def _make_empty_samples(self) -> Samples:
         """Return empty inputs and targets that have the same data types as a block on the CPU."""
-        inputs = torch.empty(0, *self.data.shape, dtype=self.dtype) if self.inputs else None
-        targets = self.data.load_targets(slice(0), torch.device("cpu"), self.dtype) if self.targets else None
+        cpu = torch.device("cpu")
+        inputs = self.data.load_inputs(slice(0), cpu, self.dtype) if self.inputs else None
+        targets = self.data.load_targets(slice(0), cpu, self.dtype) if self.targets else None
         return inputs, targets
 
     def _iterate_block_indices(self) -> Iterator[np.ndarray]:

@@ -115,7 +115,8 @@ class MapSamples(Images):
         assert facts is not None
         self.value = f"{prepared.path / sources.SOURCE_FILE}:{facts['function']}"
         function = load_function("data.name", self.value, own_data.SET_NAMES)
-        with convert_errors_of_user_file("data.name", self.value, function, own_data.USAGE):
+        self.displayed_file = Path(prepared.name.rpartition(":")[0])
+        with convert_errors_of_user_file("data.name", self.value, function, own_data.USAGE, self.displayed_file):
             self.dataset = function(Path(facts["root"]))[part == "test"]
             count = len(self.dataset)
         if count != facts[part]:
@@ -148,7 +149,8 @@ class MapSamples(Images):
     def _read_samples(self, rows: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
         inputs: list[Tensor] = []
         targets: list[Tensor] = []
-        with convert_errors_of_user_file("data.name", self.value):
+        method = getattr(type(self.dataset), "get", None) or getattr(type(self.dataset), "__getitem__", None)
+        with convert_errors_of_user_file("data.name", self.value, method, displayed_file=self.displayed_file):
             for row, seed in zip(rows, seeds, strict=True):
                 x, y = read_sample(self.dataset, row, seed)
                 if x.shape != self.sample_shape:
@@ -156,6 +158,8 @@ class MapSamples(Images):
                     raise ValueError(f"{problem}; expected {list(self.sample_shape)}, as in the first sample")
                 if self.has_labels and not 0 <= y < self.outputs:
                     raise ValueError(f"the label of sample {row} is {int(y)}; expected 0 to {self.outputs - 1}")
+                if not (x.isfinite().all() and y.isfinite().all()):
+                    raise ValueError(f"sample {row} contains NaN or infinity; remove such samples")
                 inputs.append(x)
                 targets.append(y)
             if not inputs:  # the shard of a rank may be empty

@@ -20,7 +20,8 @@ from common.config.custom_function import (
 from common.config.lookup import import_object
 from common.data import prepare, sources
 from common.runs.folder import convert_disk_errors
-from configs.shared import DATA_SETS, Data
+from configs.data_rules import DATA_SETS
+from configs.shared import Data
 
 SET_NAMES = ", ".join(DATA_SETS)
 USAGE = (
@@ -122,7 +123,8 @@ def check_inputs(part: str, inputs: np.ndarray) -> np.ndarray:
         return convert_to_float32(f"{part} inputs", inputs)
     if inputs.dtype != np.uint8:
         problem = f"the {part} inputs have dtype {inputs.dtype}"
-        raise ValueError(f"{problem}; return uint8 values from 0 to 255, or float32 values that are used as they are")
+        remedy = "return pixels as uint8 values from 0 to 255, and all other numbers as float32"
+        raise ValueError(f"{problem}; {remedy} (the network can convert token numbers with x.long())")
     is_color = inputs.ndim == 4 and inputs.shape[1] == 3
     if inputs.ndim not in (2, 3) and not is_color:
         has_colors_last = inputs.ndim == 4 and inputs.shape[3] == 3

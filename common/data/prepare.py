@@ -36,6 +36,9 @@ from configs.shared import Data, Experiment, Log, TrainingExperiment
 MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/train-labels-idx1-ubyte.gz"
 CIFAR_MIRROR = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR_FOLDER = "cifar-10-batches-py"
+LOOKUPS = {"text": "common.data.text:prepare_text"}
+"""Import paths of the functions that prepare data sets which only some runs use."""
+CUSTOM_LOOKUP = "common.data.own_data:prepare_custom_dataset"
 PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 DATA_SEED = 0  # seed of all generated data sets; independent of the setting `seed`
 # Increase a version number whenever a code change alters the arrays that the same settings and files produce.
@@ -99,7 +102,9 @@ class PreparedDataset:
 
     @property
     def target_kind(self) -> str:
-        """Kind of the targets: `labels` (one integer per sample), `integers` (several per sample), or `floats`."""
+        """Kind of the targets: `labels` (one integer per sample), `integers`, `floats`, or `tokens` (of text)."""
+        if self.name == "text":
+            return "tokens"
         if self.description:
             return str(self.description["target_kind"])
         targets = self.map_array("train_labels")
@@ -110,6 +115,8 @@ class PreparedDataset:
     @property
     def has_pixels(self) -> bool:
         """True if the inputs are uint8 values, which are normalized. Other inputs are used as they are."""
+        if self.name == "text":
+            return False
         is_custom = ":" in self.name
         return not is_custom or (self.description is None and self.map_array("train_images").dtype == np.uint8)
 
@@ -163,8 +170,9 @@ def prepare_dataset(
             return prepare_cifar10(data)
         case "imagefolder":
             return prepare_image_folder(data, log or Log(progress="none"))
-    if ":" in data.name:
-        prepared: PreparedDataset = import_object("common.data.own_data:prepare_custom_dataset")(data, code)
+    if data.name in LOOKUPS or ":" in data.name:
+        prepare_by_lookup = import_object(LOOKUPS.get(data.name, CUSTOM_LOOKUP))
+        prepared: PreparedDataset = prepare_by_lookup(data, code)
         return prepared
     return prepare_mnist(data, fallback)
 

@@ -19,6 +19,10 @@ def describe_preprocessing(prepared: PreparedDataset, shape: Sequence[int]) -> d
     `shape` is the shape of one sample: [H, W], [3, H, W], [D] or, for float inputs, any shape. The mean and the
     standard deviation are lists with one number per channel. Raises UserError if the statistics are missing.
     """
+    if prepared.name == "text":
+        meaning = "input = bytes of a UTF-8 text; outputs = logits of the next byte at each position"
+        axes: dict[str, Any] = {"input_shape": ["N", *shape], "input_axes": "[N, token]", "dtype": "int64"}
+        return axes | {"value_range": [0, 255], "formula": meaning}
     if not prepared.has_pixels:
         formula = {"scale": 1, "mean": [0.0], "std": [1.0], "formula": "input = value"}
         return {"input_shape": ["N", *shape], "input_axes": "[N, ...]", "value_range": None, **formula}

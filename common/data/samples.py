@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from common.config.lookup import import_object
@@ -46,6 +47,8 @@ class Images:
     data set may contain other inputs, float32 [N, ...], and other targets, float32 or int64 [N, ...].
     """
 
+    cross_entropy: Callable[..., Tensor] = staticmethod(F.cross_entropy)
+    """The loss `cross_entropy` of the outputs for samples of this data set."""
     reads_on_demand = False
     """True if `read_samples` reads samples from disk when they are needed."""
 
@@ -75,6 +78,11 @@ class Images:
     def shape(self) -> torch.Size:
         """Shape of one image: [H, W] or [3, H, W]."""
         return self.images.shape[1:]
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """Shape of the outputs of a network for one sample."""
+        return (self.outputs,)
 
     def load_inputs(self, index: Tensor | slice, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the inputs at `index` on the device, as [n, H, W] or [n, 3, H, W]. Images are normalized.
@@ -110,7 +118,11 @@ class Images:
 
 def open_samples(prepared: PreparedDataset, part: str, limit: int = 0) -> Images:
     """Open the part "train" or "test" of a data set: its first `limit` samples, or all samples if `limit` is 0."""
-    kind = import_object("common.data.map_style:MapSamples") if prepared.description else Images
+    kind = Images
+    if prepared.name == "text":
+        kind = import_object("common.data.text_samples:TextSamples")
+    elif prepared.description:
+        kind = import_object("common.data.map_style:MapSamples")
     samples: Images = kind(prepared, part, limit)
     return samples
 

@@ -39,6 +39,7 @@ MNIST_FILES = {  # uncompressed size of each file in bytes
 MAGIC = {"images": b"\0\0\x08\x03", "labels": b"\0\0\x08\x01"}
 CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order of their labels
 STATISTICS_FILE = "statistics.json"  # mean and standard deviation of the training pixels, per channel for color images
+TEXT_FILE = "text.json"  # facts about a text: vocabulary, checksum, and losses of n-gram models
 DESCRIPTION = "description"  # array with the JSON text that describes map-style data sets, which have no other arrays
 SOURCE_FILE = "source.py"  # copy of the user's file of a custom data set, stored next to the arrays
 RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the source folder of a run

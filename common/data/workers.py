@@ -23,7 +23,7 @@ from torch import Tensor
 
 from common.system import foreign_text
 from common.system.causes import Cause
-from common.system.errors import CausedRuntimeError, MachineError
+from common.system.errors import CausedRuntimeError, MachineError, UserError
 from common.system.processes import kill_with_parent, read_process_stat
 from common.system.signals import STOP_SIGNALS, ignore_stop_signals
 
@@ -89,7 +89,7 @@ class DataWorker:
     def receive_block(self, samples: int, device: torch.device) -> Samples:
         """Return a copy of the next block, which contains `samples` samples, on a device.
 
-        Raises RuntimeError if the worker could not prepare the block.
+        Raises UserError if a sample is invalid, and RuntimeError if the worker could not prepare the block.
         """
         try:
             failure = self.connection.recv_bytes()
@@ -97,6 +97,8 @@ class DataWorker:
             raise DataWorkerError(f"{self.name} {self._describe_exit()}") from None
         if failure:
             report = json.loads(failure)
+            if report["user_error"]:
+                raise UserError(report["user_error"], cause=Cause(report["cause"]))
             raise CausedRuntimeError(f"{self.name} failed:\n{report['text']}", cause=Cause(report["cause"]))
         inputs, targets = self.slots[self.received % SLOTS]
         block = copy_samples(inputs, samples, device), copy_samples(targets, samples, device)
@@ -209,7 +211,11 @@ def prepare_blocks(
                     slot[: len(samples)].copy_(samples)
             connection.send_bytes(b"")  # an empty message means that the block is ready
     except Exception as error:  # noqa: BLE001 (the rank reports the error)
-        report = {"cause": foreign_text.classify_error(error), "text": traceback.format_exc()}
+        report = {
+            "cause": foreign_text.classify_error(error),
+            "text": traceback.format_exc(),
+            "user_error": str(error) if isinstance(error, UserError) else "",
+        }
         connection.send_bytes(json.dumps(report).encode())
 
 

@@ -123,17 +123,20 @@ class MetricsLog:
         source: int = MEAN,
         seconds: float = 0.5,
         progress: RunProgress | None = None,
+        custom_loss: str = "",
         show: Callable[[int, dict[str, float]], None] = lambda step, newest: None,
     ) -> None:
         """Create a metrics log.
 
         The times in metrics.jsonl are relative to the start of the run, which `progress` knows. After every flush, rank
-        0 calls `show` with the number and the values of the newest step.
+        0 calls `show` with the number and the values of the newest step. `custom_loss` is the name of the user's
+        function that computes the loss, or an empty string.
         """
         self.ranks = ranks
         self.writer = writer
         self.batches = batches
         self.seconds = seconds
+        self.custom_loss = custom_loss
         self.show = show
         self.is_averaged = source == MEAN
         self.source = max(0, source)
@@ -246,6 +249,8 @@ class MetricsLog:
                 f"the loss of step {step} is {row['loss']} (samples at positions {first} to {last} of epoch {epoch}); "
                 "lower optim.lr, or set clip if the experiment has this setting"
             )
+            if self.custom_loss:
+                self.divergence += f"; if the custom loss {self.custom_loss} can return NaN or infinity, correct it"
 
 
 class SharedMetricsLog(MetricsLog):

@@ -133,8 +133,9 @@ class StepTimer:
         self.marks: dict[str, Stamp] = {}
         self.steps_to_skip = WARM_UP
 
-        # Backward computes the gradient of the first parameter last.
-        next(model.parameters()).register_hook(lambda _: self.record_mark("last gradient"))
+        # Backward computes the gradient of the first trainable parameter last.
+        first_trainable = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        first_trainable.register_hook(lambda _: self.record_mark("last gradient"))
 
     def _record_layer_span(self, *_: object) -> None:
         """Store the start and the end of the forward pass of a sharded layer."""

@@ -9,7 +9,7 @@ import importlib
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,17 @@ with torch.no_grad():
 imported = {{name.partition(".")[0] for name in sys.modules}}.intersection({PROJECT_PACKAGES})
 sys.exit(f"the exported program imports {{sorted(imported)}}" if imported else 0)
 """
+
+
+def draw_inputs(facts: Mapping[str, Any], count: int) -> Tensor:
+    """Draw random inputs [count, ...] for the model that model.json describes: tokens or normalized values."""
+    generator = torch.Generator().manual_seed(0)
+    size = (count, *facts["shape"])
+    preprocessing = facts.get("preprocessing", {})
+    if preprocessing.get("dtype") == "int64":
+        lowest, highest = preprocessing["value_range"]
+        return torch.randint(lowest, highest + 1, size, generator=generator)
+    return torch.randn(size, generator=generator, dtype=getattr(torch, facts["dtype"]))
 
 
 def write_and_run_torch_export(model: nn.Module, x: Tensor, path: Path) -> Tensor:

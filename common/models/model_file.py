@@ -40,7 +40,8 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
     from safetensors.torch import save_file
 
     rebuilt: dict[str, torch.Size] | None = None
-    if recipe["arguments"] is not None and ("file" in recipe or recipe["class"] in networks.KINDS):
+    is_known = "file" in recipe or networks.find_kind(recipe["class"]) is not None
+    if recipe["arguments"] is not None and is_known:
         model = build_model(recipe, torch.device("meta"), folder.path / "code")
         rebuilt = get_tensor_shapes(networks.list_saved_tensors(model))
     tensors: dict[str, Tensor] = {}
@@ -135,7 +136,7 @@ def build_model(recipe: Mapping[str, Any], device: torch.device | None = None, c
     arguments = recipe.get("arguments")
     if "file" in recipe and code is not None:
         return import_object("common.models.custom_network:rebuild_custom_network")(recipe, code)
-    kind = networks.KINDS.get(str(name))
+    kind = networks.find_kind(str(name))
     if kind is None:
         raise UserError(
             f"the network {name or 'of this run'} is not in common/models/networks.py; "

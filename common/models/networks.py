@@ -289,7 +289,8 @@ class ResNet18(ResNet):
 def build_network(name: str, shape: Sequence[int], classes: int) -> Any:
     """Build the network `name` for images of shape [H, W] or [C, H, W].
 
-    The network is an nn.Sequential. A custom network FILE.py:Class may be any nn.Module.
+    The network is an nn.Sequential. A custom network FILE.py:Class may be any nn.Module. For texts, the shape is
+    [tokens], and `classes` is the size of the vocabulary.
     """
     if ":" in name:
         return import_object("common.models.custom_network:build_custom_network")(name, shape, classes)
@@ -297,6 +298,8 @@ def build_network(name: str, shape: Sequence[int], classes: int) -> Any:
         return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
         return ResNet(name, shape, classes)
+    if name == "gpt":
+        return import_object(KINDS_BY_LOOKUP["GPT"])(shape[0], classes)
     kinds = {"lenet300": LeNet300, "lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
     return kinds[name](shape, classes)
 
@@ -304,6 +307,18 @@ def build_network(name: str, shape: Sequence[int], classes: int) -> Any:
 KINDS: dict[str, Callable[..., nn.Sequential]] = {
     kind.__name__: kind for kind in (SimpleNN, Toy, ConvNet, LeNet300, LeNet5, ResNet, ResNet18)
 }
+
+
+KINDS_BY_LOOKUP = {"GPT": "common.models.gpt:GPT"}
+"""Import paths of further networks, which only runs that use them import."""
+
+
+def find_kind(name: str) -> Callable[..., nn.Sequential] | None:
+    """Return the class of a built-in network by its name, or None if there is no such class."""
+    if name in KINDS_BY_LOOKUP:
+        kind: Callable[..., nn.Sequential] = import_object(KINDS_BY_LOOKUP[name])
+        return kind
+    return KINDS.get(name)
 
 
 def list_saved_tensors(model: nn.Module) -> dict[str, Tensor]:

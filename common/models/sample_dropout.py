@@ -70,15 +70,23 @@ class SampleDropout(nn.Module):
         """
         if not self.training:
             return input
-        positions = self.microbatches.popleft() if self.microbatches else range(len(input))
-        if len(positions) != len(input):
-            raise ValueError(
-                f"dropout got {len(input)} samples for a microbatch of {len(positions)} samples; call the model once "
-                "for each microbatch of the step, with all samples of the microbatch"
-            )
+        positions = self.pop_positions(len(input))
         size = input[0].numel() if len(input) else 0
         mask = self.draw_mask(positions, size).to(input.device).view_as(input)
         return input * mask / (1 - self.rate)
+
+    def pop_positions(self, count: int) -> range:
+        """Return the positions of the `count` samples of the next microbatch.
+
+        Raises ValueError if the next microbatch has another number of samples.
+        """
+        positions = self.microbatches.popleft() if self.microbatches else range(count)
+        if len(positions) != count:
+            raise ValueError(
+                f"dropout got {count} samples for a microbatch of {len(positions)} samples; call the model once "
+                "for each microbatch of the step, with all samples of the microbatch"
+            )
+        return positions
 
     def draw_mask(self, positions: range, size: int) -> Tensor:
         """Draw the masks of n samples at consecutive positions.

@@ -6,7 +6,7 @@ reason         why the run did not finish, as text for the user; stored together
 cause          why a run failed, as a `Cause`; results of older versions contain no cause
 data           name of the data set that was actually used
 scores         values of the last evaluation: test_loss (mean over samples), test_samples and, if the targets are class
-               labels, test_accuracy (0 to 1)
+               labels, test_accuracy (0 to 1); for text, bits_per_byte
 timings        samples_per_second and step_seconds (means), excluding the first steps and evaluations
 memory         peak memory in bytes by rank, or by device if one rank uses several devices
 outcome        values of the technique that depend only on the training; a rerun reproduces these values exactly

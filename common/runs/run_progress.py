@@ -40,9 +40,10 @@ class RunProgress:
         """Duration of the run in seconds, including earlier attempts."""
         return time.perf_counter() - self.start_time
 
-    def complete_step(self) -> None:
-        """Record that the next step was completed."""
+    def complete_step(self, *, evaluation_due: bool = False) -> None:
+        """Record that the next step was completed, and whether the model is evaluated before a further step."""
         self.step += 1
+        self.unevaluated = evaluation_due
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ def check_targets(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
             f"loss=mse needs float targets, but the targets of data.name={cfg.data.name} are integers; "
             "use loss=cross_entropy, a custom loss, or a data set with float targets"
         )
-    if kind == "labels":
+    if kind in ("labels", "tokens"):
         return
     problem = f"needs class labels, which data.name={cfg.data.name} does not have"
     if cfg.loss == "cross_entropy":

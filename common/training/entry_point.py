@@ -18,7 +18,7 @@ from typing import IO, TypeVar
 
 from common.checkpoint import extension, state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
-from common.config import config, config_keys, custom_code
+from common.config import config, custom_code
 from common.config.command_line import check_script, parse_command_line
 from common.data.loader import DataWorkerError
 from common.models import initial_weights
@@ -244,11 +244,9 @@ class LaunchedRank:
             remedy = f"srun -n {cfg.processes}"
             if rank_info.launcher == "torchrun":
                 remedy = f"--nproc-per-node={cfg.processes // rank_info.nodes}"
-            has_setting = config.RANKS_PER_NODE in config_keys.list_keys(type(cfg))
-            setting = config.RANKS_PER_NODE if has_setting else "the number of stages"
             raise UserError(
                 f"{rank_info.launcher} started {format_count(rank_info.size, 'rank')}, but the settings require "
-                f"{cfg.processes}; use {remedy}, or change {setting}"
+                f"{cfg.processes}; use {remedy}, or change {cfg.rank_settings}"
             )
         self.started_as = rank_info
         self.ranks: Ranks | None = None

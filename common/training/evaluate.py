@@ -119,7 +119,7 @@ def score_stages(model: StagedModel, run: RunContext, peers: World | None = None
 def choose_test_loss(cfg: TrainingExperiment, test: Images) -> Callable[..., Tensor]:
     """Return the loss of an evaluation: the training loss, or cross-entropy if training draws targets for classes."""
     draws_targets = test.has_labels and cfg.loss == "mse"
-    return F.cross_entropy if draws_targets else choose_loss(cfg)
+    return F.cross_entropy if draws_targets else choose_loss(cfg, test)
 
 
 @torch.no_grad()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -17,11 +19,43 @@ from common.training.hooks import StepHook
 def compute_gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the Euclidean norm over the gradients of all parameters. Missing gradients count as zeros.
 
-    If the parameters are sharded (FSDP2), all ranks must call this function.
+    If parameters are sharded (DTensors), all ranks must call this function.
     """
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
-    full: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return full
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if any(is_sharded(gradient) for gradient in gradients):
+        return compute_sharded_norm(gradients)
+    return get_total_norm(gradients)
+
+
+def is_sharded(gradient: Tensor) -> bool:
+    """Return True if a gradient is a DTensor, of which a rank may hold a shard."""
+    return hasattr(gradient, "placements")
+
+
+def compute_sharded_norm(gradients: Sequence[Any]) -> Tensor:
+    """Return the Euclidean norm over gradients that may be divided in different dimensions of a mesh.
+
+    The squares of a gradient are summed over the mesh dimensions in which it is divided, and counted once in all other
+    dimensions. Gradients that are divided in the same dimensions share one all-reduce per dimension; torch's
+    `get_total_norm` needs one for each gradient.
+    """
+    local_gradients: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = None
+        shard_dims: tuple[int, ...] = ()
+        if is_sharded(gradient):
+            mesh = gradient.device_mesh
+            shard_dims = tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
+        local_gradient = gradient.to_local() if is_sharded(gradient) else gradient
+        local_gradients.setdefault((mesh, shard_dims), []).append(local_gradient)
+
+    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device)
+    for (mesh, shard_dims), tensors in local_gradients.items():
+        square = get_total_norm(tensors).double().square()
+        for dim in shard_dims:
+            dist.all_reduce(square, group=mesh.get_group(dim))
+        total += square
+    return total.sqrt().to(gradients[0].dtype)
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -230,8 +230,16 @@ def iterate_epoch(run: RunContext, state: TrainState) -> Iterator[Step]:
         for hook in run.hooks:
             hook.between_steps(step.number)
         ends_epoch = step.number % epoch_steps == 0
-        if step.number == run.total and not ends_epoch:  # at the end of an epoch, the loader must still advance
+        is_last = step.number == run.total
+        if not ends_epoch and (is_last or run.progress.unevaluated):  # after an epoch, the loader must still advance
             return
+
+
+def is_evaluation_due(run: RunContext, epoch_steps: int, number: int) -> bool:
+    """Return True if the model is evaluated after step `number`, which is within an epoch (evaluate_every)."""
+    period = run.training_cfg.evaluate_every if run.trains else 0
+    is_within_epoch = number < run.total and number % epoch_steps != 0
+    return is_within_epoch and period > 0 and number % period == 0
 
 
 def record_step(run: RunContext, step: Step) -> None:
@@ -240,7 +248,8 @@ def record_step(run: RunContext, step: Step) -> None:
     synchronize_gpus_if_due(run, run.state, step.number)
     now = time.perf_counter()
     seconds = run.pace.record_step_end(now)
-    run.progress.complete_step()
+    # A checkpoint after this step stores that the evaluation is due.
+    run.progress.complete_step(evaluation_due=is_evaluation_due(run, run.state.loader.steps, step.number))
     values = step.values
     for hook in run.hooks:
         values = hook.collect_values() | values

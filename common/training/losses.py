@@ -31,7 +31,10 @@ def build_loss(name: str) -> LossFunction:
 
     def compute_custom_loss(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         """Return the sum or the mean of the losses of the samples."""
-        losses = check_losses(function(outputs, targets), name, len(targets))
+        losses: Tensor = function(outputs, targets)
+        problem = find_wrong_shape(losses, len(targets))
+        if problem:
+            raise UserError(f"loss={name}: {problem}")
         return losses.sum() if reduction == "sum" else losses.mean()
 
     return compute_custom_loss
@@ -47,12 +50,12 @@ def compute_squared_error(outputs: Tensor, targets: Tensor, reduction: str = "me
     return total if reduction == "sum" else total / len(targets)
 
 
-def check_losses(losses: Any, name: str, samples: int) -> Tensor:
-    """Return the losses of a custom function unchanged. Raises UserError unless they have the shape [samples]."""
+def find_wrong_shape(losses: Any, samples: int) -> str:
+    """Return why the value of a custom loss is not one loss per sample, or an empty string if it is."""
     if isinstance(losses, Tensor) and losses.shape == (samples,):
-        return losses
+        return ""
     result = f"a tensor of shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-    raise UserError(
-        f"loss={name}: the function returned {result} for {samples} samples; return one loss per sample, a tensor "
-        f'[{samples}] (for example with reduction="none", and .mean(1) over the values of a sample)'
+    return (
+        f"the function returned {result} for {samples} samples; return one loss per sample, a tensor [{samples}] "
+        '(for example with reduction="none", and .mean(1) over the values of a sample)'
     )

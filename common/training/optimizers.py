@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.config.custom_function import convert_errors_of_user_file, load_function
-from common.training import custom_optimizer, layerwise
+from common.training import custom_optimizer
 from configs.shared import Optim
 
 T = TypeVar("T", bound=Optimizer)
@@ -32,8 +32,6 @@ def unwrap_compiler_decorators(kind: type[T]) -> type[T]:
 SGD = unwrap_compiler_decorators(torch.optim.SGD)
 Adam = unwrap_compiler_decorators(torch.optim.Adam)
 AdamW = unwrap_compiler_decorators(torch.optim.AdamW)
-Lars = unwrap_compiler_decorators(layerwise.Lars)
-Lamb = unwrap_compiler_decorators(layerwise.Lamb)
 CLASS_USAGE = "the class must accept parameters and lr, and may accept momentum, nesterov, and weight_decay"
 
 
@@ -51,10 +49,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
             return Adam(groups, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
         case "adamw":
             return AdamW(groups, lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
-        case "lars":
-            return Lars(groups, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, trust=cfg.trust)
-        case "lamb":
-            return Lamb(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)
+        case "lars" | "lamb":
+            return build_layerwise_optimizer(groups, cfg)
         case name if ":" in name:
             return build_custom_optimizer(groups, cfg)
     is_sharded = any(type(parameter) is not nn.Parameter for parameter in parameters)
@@ -72,6 +68,17 @@ def build_optimizer(parameters: Iterable[nn.Parameter], cfg: Optim, *, scaled: b
         for parameter in parameters:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def build_layerwise_optimizer(groups: Any, cfg: Optim) -> Optimizer:
+    """Build LARS or LAMB."""
+    from common.training import layerwise  # few runs need this module
+
+    if cfg.name == "lars":
+        lars = unwrap_compiler_decorators(layerwise.Lars)
+        return lars(groups, lr=cfg.lr, momentum=cfg.momentum, weight_decay=cfg.weight_decay, trust=cfg.trust)
+    lamb = unwrap_compiler_decorators(layerwise.Lamb)
+    return lamb(groups, lr=cfg.lr, weight_decay=cfg.weight_decay)
 
 
 def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:

@@ -203,12 +203,14 @@ class RunContext(RunData):
     def _create_metrics_log(self, state: TrainState) -> MetricsLog:
         """Create the log that writes the values of training steps to metrics.jsonl."""
         log_class = SharedMetricsLog if get_enabled_elastic_settings(self.cfg) else MetricsLog
+        loss = getattr(self.cfg, "loss", "")  # a pure measurement has no loss
         return log_class(
             self.ranks,
             MetricsWriter(self.folder.metrics_file, self._warn_of_unwritable_metrics),
             state.loader,
             source=self.loss_rank,
             seconds=self.cfg.log.seconds,
+            custom_loss=loss.rpartition(":")[2] if ":" in loss else "",
             progress=self.progress,
             show=self._show_progress,
         )

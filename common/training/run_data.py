@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from common.checkpoint.stop_request import StopRequest
@@ -20,10 +19,10 @@ from common.ranks.rendezvous import World
 from configs.shared import Experiment, TrainingExperiment
 
 
-def choose_loss(cfg: TrainingExperiment) -> Callable[..., Tensor]:
-    """Return the loss of a config, with the arguments of a loss in torch.nn.functional."""
+def choose_loss(cfg: TrainingExperiment, samples: Images) -> Callable[..., Tensor]:
+    """Return the loss of a config for samples, with the arguments of a loss in torch.nn.functional."""
     if cfg.loss == "cross_entropy":
-        return F.cross_entropy
+        return samples.cross_entropy
     loss: Callable[..., Tensor] = import_object("common.training.losses:build_loss")(cfg.loss)
     return loss
 
@@ -66,12 +65,12 @@ class RunData:
 
     @property
     def sample_shape(self) -> torch.Size:
-        """Shape of one input, as [C, H, W]."""
+        """Shape of one input: [C, H, W] for images, [T] for text."""
         return self.train_set.shape
 
     @property
     def outputs(self) -> int:
-        """Number of outputs of the network: the number of classes, or the number of values in a float target."""
+        """Number of outputs of the network: the number of classes or tokens, or of values in a float target."""
         return self.train_set.outputs
 
     @cached_property
@@ -80,7 +79,7 @@ class RunData:
 
         `run.loss(outputs, targets)` is the mean over the samples, and `reduction="sum"` requests the sum.
         """
-        return choose_loss(self.training_cfg)
+        return choose_loss(self.training_cfg, self.train_set)
 
     @property
     def device(self) -> torch.device:

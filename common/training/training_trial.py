@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.data.prepare import PreparedDataset
@@ -14,7 +16,7 @@ from common.models.networks import build_network
 from common.models.sample_dropout import get_dropout
 from common.system.errors import UserError
 from common.system.seeds import derive_seed
-from common.training.losses import ALTERNATIVES, check_losses
+from common.training.losses import ALTERNATIVES, find_wrong_shape
 from common.training.run_data import choose_loss
 from configs.shared import TrainingExperiment
 
@@ -36,7 +38,7 @@ def try_training(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
     targets = train.load_targets(samples, torch.device("cpu"), dtype)
     model = getattr(cfg, "model", "")
     network: nn.Module | None = None
-    outputs = torch.randn(len(targets), train.outputs, dtype=dtype, requires_grad=True)
+    outputs = torch.randn(len(targets), *train.output_shape, dtype=dtype, requires_grad=True)
     if ":" in model:
         inputs = train.load_inputs(samples, torch.device("cpu"), dtype)
         network = build_network(model, train.shape, train.outputs).to(dtype)
@@ -47,7 +49,7 @@ def try_training(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
     if ":" in cfg.loss:
         check_custom_loss(cfg.loss, outputs, targets)
     if network is not None:
-        loss = choose_loss(cfg)(outputs, targets, reduction="sum")
+        loss = choose_loss(cfg, train)(outputs, targets, reduction="sum")
         check_gradients(cfg, model, network, loss)
 
 
@@ -60,7 +62,15 @@ def check_network(cfg: TrainingExperiment, value: str, network: nn.Module) -> No
         )
     if get_dropout(cfg) and not isinstance(network, nn.Sequential):
         problem = "the setting dropout inserts a layer before the last layer of an nn.Sequential"
-        raise UserError(f"model={value}: {problem}; omit dropout, and add dropout layers to the network instead")
+        raise UserError(
+            f"model={value}: {problem}; omit dropout, and add dropout layers to the network instead "
+            "(their masks depend on the number of ranks)"
+        )
+    for name, module in network.named_modules():
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            layer = f"the layer {name} ({type(module).__name__})"
+            problem = f"the sizes of {layer} are unknown before the first forward pass"
+            raise UserError(f"model={value}: {problem}; use a layer with known sizes, such as nn.Linear")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise UserError(f"model={value}: the network has no trainable parameters; register its layers as attributes")
 
@@ -72,7 +82,7 @@ def check_outputs(loss: str, outputs: Any, targets: Tensor, train: Images) -> No
         raise TypeError(f"forward returned a {type(outputs).__name__}; return a float tensor")
     expected = None
     if loss == "cross_entropy":
-        expected = [count, train.outputs]
+        expected = [count, *train.output_shape]
     elif loss == "mse" and not train.has_labels and outputs.numel() != targets.numel():
         expected = list(targets.shape)
     if expected is not None and list(outputs.shape) != expected:
@@ -82,14 +92,23 @@ def check_outputs(loss: str, outputs: Any, targets: Tensor, train: Images) -> No
         raise ValueError(f"for {count} samples, forward returned the shape {list(outputs.shape)}; return one row each")
 
 
+def compute_losses(function: Callable[..., Any], outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the losses of samples that a custom loss computes. Raises ValueError if their shape is wrong."""
+    losses = function(outputs, targets)
+    problem = find_wrong_shape(losses, len(targets))
+    if problem:
+        raise ValueError(problem)
+    return cast(Tensor, losses)
+
+
 def check_custom_loss(value: str, outputs: Tensor, targets: Tensor) -> None:
     """Raise UserError if a custom loss does not return one independent loss per sample."""
     function = load_function("loss", value, ALTERNATIVES)
     with convert_errors_of_user_file("loss", value, function, LOSS_USAGE):
-        losses = check_losses(function(outputs, targets), value, len(targets))
+        losses = compute_losses(function, outputs, targets)
         for number in range(len(targets)):
             row = slice(number, number + 1)
-            alone = check_losses(function(outputs[row], targets[row]), value, 1)
+            alone = compute_losses(function, outputs[row], targets[row])
             if not torch.allclose(alone, losses[row], rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
                 problem = f"the loss of sample {number} depends on the other samples of the batch"
                 shapes = f"outputs {list(outputs.shape)}, targets {list(targets.shape)}"

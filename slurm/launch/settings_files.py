@@ -15,8 +15,7 @@ def list_paths(settings: object) -> dict[str, str]:
     paths = {}
     for key in list_keys(type(settings)).values():
         value = key.get_value(settings)
-        is_absent = value == key.default == "none"
-        if key.metadata.get("is_path") and not is_absent:
+        if key.metadata.get("is_path") and value != "none":
             paths[key.name] = value
     return paths
 

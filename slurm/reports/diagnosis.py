@@ -339,7 +339,7 @@ def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
         first = facts["first_error"]
         print(f"  first error  {first['when']} rank {first['rank']} on {first['host']}: {first['error']}")
     if cause:
-        print(f"  likely cause  {cause}")
+        print(f"  {'note' if state == 'finished' else 'likely cause'}  {cause}")
     if state.upper() in FINAL_STATES and state != "finished":
         print(f"  continue with  {choose_resume_command(folder, facts['cause_kind'])}")
     return 0

@@ -77,7 +77,8 @@ def find_run(name: str, runs: Path) -> RunFolder:
     for path in paths:
         if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises an error if a name is too long)
             return RunFolder(path.absolute())
-    raise UserError(f"{name!r}: no such run folder in {runs}; to list the runs: make status")
+    remedies = "to list the runs: make status; for a run in another folder, pass its path"
+    raise UserError(f"{name!r}: no such run folder in {runs}; {remedies}")
 
 
 def list_all_runs(root: Path) -> list[RunFolder]:

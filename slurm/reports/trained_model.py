@@ -40,6 +40,7 @@ DATA_KEYS = (
     "cache",
     "test_limit",
     "image_size",
+    "context",
     "samples",
     "classes",
     "unreadable",
@@ -250,8 +251,7 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
 
     from common.models import exporting, zero_channels
 
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(EXPORT_SAMPLES, *facts["shape"], generator=generator, dtype=getattr(torch, facts["dtype"]))
+    x = exporting.draw_inputs(facts, EXPORT_SAMPLES)
     with torch.no_grad():
         expected = model(x)
 

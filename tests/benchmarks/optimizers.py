@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from common.system.causes import Cause
-from configs.shared import TRAIN_SAMPLES
+from configs.data_rules import TRAIN_SAMPLES
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
 from tests.benchmarks.parts import Part, RunFailedError, finish

@@ -21,7 +21,7 @@ from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, start_cluster,
 
 pytestmark = pytest.mark.timeout(300)
 all_experiments = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-FINAL_ROWS = {True: "test accuracy", False: "bytes sent"}  # a row of the final table, if the experiment trains or not
+FINAL_ROWS = {True: "test loss", False: "bytes sent"}  # a row of the final table, if the experiment trains or not
 SECRET = "0123456789abcdef" * 2 + "01234567"  # as one literal, the snapshot of this file would contain it
 
 

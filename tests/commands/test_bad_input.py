@@ -149,7 +149,7 @@ DATA = [
     BadInputCase(
         "custom data function: integers",
         ("data.name={folder}/own.py:f",),
-        ("data.name={folder}/own.py:f: {folder}/own.py:2: the train inputs have dtype int64; return uint8",),
+        ("data.name={folder}/own.py:f: {folder}/own.py:2: the train inputs have dtype int64; return pixels as uint8",),
         prepare_folder=make_file_writer(
             "own.py", "import numpy as np\ndef f(root):\n    return [np.ones((9, 8, 8), int)] * 4\n"
         ),
@@ -168,7 +168,7 @@ DATA = [
     BadInputCase(
         "custom data function: vectors for convolutions",
         ("data.name={folder}/own.py:f", "data.cache={folder}/sets"),
-        ("data.name={folder}/own.py:f contains vectors, but the model needs images; use another data set",),
+        ("data.name={folder}/own.py:f contains vectors, but model=convnet needs images; use another data set",),
         prepare_folder=make_file_writer(
             "own.py", "import numpy as np\ndef f(root): return [np.ones((9, 8), np.uint8), np.arange(9)] * 2\n"
         ),

@@ -277,6 +277,16 @@ def test_a_cancelled_run_needs_no_cause(tmp_path: Path) -> None:
     assert f"continue with  make exp RESUME={folder.path} (no checkpoint found; the run restarts" in report
 
 
+def test_a_slow_rank_of_a_finished_run_is_a_note(tmp_path: Path) -> None:
+    folder = make_failed_run(tmp_path, state="finished")
+    attempt = folder.list_attempts()[-1].attempt_folder
+    for rank, seconds in ((0, 0.2), (1, 0.01)):
+        write_json(attempt / f"heartbeat-{rank}.json", {"step": 9, "time": 1.0, "before_backward": seconds})
+    report = doctor(f"--run={folder.path}")
+    assert re.search("  note  rank 0 on .* is slow: backward starts after 200.0 ms", report), report
+    assert "likely cause" not in report
+
+
 SLURM_JOB = {"job": {"id": "7", "scheduler": "SLURM"}}
 CLOSED_CONNECTION = "RuntimeError: Connection closed by peer"
 NETWORK_ERROR = "torch.distributed.DistNetworkError: all_reduce: "

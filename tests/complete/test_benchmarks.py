@@ -17,7 +17,7 @@ from tests.harness.experiments.registry import TRAINING_ENTRIES, Entry
 @pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
-    arguments = (*entry.smallest_settings, *data, f"data.cache={cache}", "steps=6", "data.test_limit=50")
+    arguments = (*data, *entry.smallest_settings, f"data.cache={cache}", "steps=6", "data.test_limit=50")
     declared = import_if_exists(f"tests.benchmarks.{entry.name}")
     keep = getattr(declared, "KEEP", ())
     measured = run_of(tmp_path, "side", entry.name, *arguments, keep=keep).run(0)

@@ -20,6 +20,7 @@ from common.runs.folder import RunFolder
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import Settings, run_experiment
+from tests.harness.custom_code.examples import write_example
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.entry import Entry
 from tests.harness.experiments.exported_programs import run_exported_program
@@ -53,8 +54,8 @@ def test_the_torch_export_file_computes_the_same_outputs(
     if entry == STAGED_ENTRY:
         assert "checked: the outputs of the exported model differ" in completed.stdout
     facts, model = model_file.load_model(folder)
-    images = torch.randn(3, *facts["shape"])
-    assert torch.allclose(run_exported_program(folder.path / "model.pt2", images), model(images), atol=1e-5)
+    inputs = exporting.draw_inputs(facts, 3)
+    assert torch.allclose(run_exported_program(folder.path / "model.pt2", inputs), model(inputs), atol=1e-5)
 
 
 def read_readme_examples() -> tuple[str, str]:
@@ -102,6 +103,19 @@ labels = np.load({data + "/test_labels.npy"!r})[:333]
         assert float(accuracy) == pytest.approx(facts["scores"]["test_accuracy"])
         for names in map(ast.literal_eval, lines):
             assert set(names) <= set(facts["class_names"])
+
+
+def test_the_example_for_float_arrays_uses_a_trained_regression(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
+    file = write_example(tmp_path, "waves.py")
+    data = (f"data.name={file}:load", f"data.cache={tmp_path / 'sets'}", "loss=mse", "model=mlp")
+    completed = run_experiment(REPLICATED_ENTRY.name, *data, "log.progress=none", "steps=5", runs=tmp_path / "runs")
+    export(completed.folder, "--format=torch.export")
+    example = write_example(tmp_path, "use_model.py").read_text()
+    program = f"{example}\nassert inputs.shape == (4, 64)\nassert model(inputs).shape == (4, 1)\n"
+    assert "tensor(" in execute_in_run_folder(program, completed.folder)
 
 
 def test_the_safetensors_file_is_named(finished: GetRun) -> None:

@@ -74,7 +74,7 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
     assert result["exit_status"] == 0
     assert set(entry.result_keys) <= result.keys()
     meta = read_json(folder.path / "meta.json")
-    assert meta["data"]["name"] == ("digits" if entry.trains_model else "none")
+    assert meta["data"]["name"] == (entry.data_name if entry.trains_model else "none")
     assert meta["packages"]["torch"]
     assert meta["world"]["processes"] == entry.processes == len(meta["world"]["hosts"])
     assert meta["history"][0]["state"] == "finished"
@@ -82,7 +82,7 @@ def test_the_run_folder_contains_result_metadata_metrics_and_logs(entry: Entry, 
     rows = folder.read_metrics()
     assert list_trained_steps(folder) == list(range(1, 41))
     if entry.trains_model:
-        assert result["data"] == "digits"
+        assert result["data"] == entry.data_name
         assert result["test_samples"] == rows[-1]["test_samples"] == 333
         assert len(completed.losses) == 40
         check_that_it_trains(entry, completed)
@@ -119,7 +119,8 @@ def test_the_run_folder_contains_the_source_code(entry: Entry, finished: GetRun)
 @every
 def test_the_output_contains_scores_and_paths(entry: Entry, finished: GetRun) -> None:
     completed = finished(entry)
-    scores = ("data digits", "test accuracy", "samples/s") if entry.trains_model else ()
+    scores = ["data " + entry.data_name, "test loss", "samples/s"] if entry.trains_model else []
+    scores += ["test accuracy"] if entry.trains_model and entry.has_accuracy else []
     for part in (*scores, str(completed.folder.path), "make rerun"):
         assert part in completed.stdout
     assert not completed.stderr

@@ -82,7 +82,7 @@ INVALID_SETTINGS = {
     "devices=[cpu]": "lists 1 devices for stages=2",
     "devices=[cpu,cpu] schedule=1f1b": "supports only schedule=gpipe ... devices=[]",
     "devices=[cpu,cpu] stages_per_process=2": "a single process on one host",
-    "data.name=vectors": "the model needs images ... model=toy",
+    "data.name=vectors": "needs images ... model=toy",
     f"{VECTORS} data.augment=crop": "data.augment=crop ... data.name=vectors has none ... omit data.augment",
     "channels_last=true width=8": "width=8 ... 1x1 convolutions ... width=16",
     "loss=mse": "loss=mse ... model=resnet18 ... use model=toy",

@@ -6,11 +6,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import FinishedRun, execute_verb, run_experiment
 from tests.harness.custom_code.examples import write_example
 from tests.harness.experiments.registry import REPLICATED_ENTRY
+from tests.harness.runs.resuming import resume_run
 
 NAME = REPLICATED_ENTRY.name
 QUIET = ("log.progress=none", "launch.threads=1", "batch=16", "optim.base_batch=16", "optim.warmup=0", "steps=25")
@@ -29,6 +32,21 @@ class Mlp(nn.Module):
     def forward(self, x):
         x = self.fc1(x.flatten(1)).relu()
         return self.fc3(self.fc2(x).relu())
+"""
+FROZEN_AND_TIED = """from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, shape, outputs):
+        super().__init__()
+        self.frozen = nn.Linear(shape[0], 32).requires_grad_(False)
+        self.tied1 = nn.Linear(32, 32)
+        self.tied2 = nn.Linear(32, 32)
+        self.tied2.weight = self.tied1.weight
+        self.last = nn.Linear(32, outputs)
+
+    def forward(self, x):
+        return self.last(self.tied2(self.tied1(self.frozen(x).relu()).relu()).relu())
 """
 HUBER = """import torch.nn.functional as F
 
@@ -100,3 +118,20 @@ def test_a_regression_on_two_ranks_equals_one_process(
     evaluation = in_process_calls.call_verb("evaluate", "--", str(double.folder.path))
     assert "correct" not in evaluation.stdout
     assert "recorded by the run" in evaluation.stdout
+
+
+def test_frozen_and_shared_parameters_train_and_resume_as_in_one_process(
+    tmp_path: Path, waves: tuple[str, ...]
+) -> None:
+    (tmp_path / "net.py").write_text(FROZEN_AND_TIED)
+    settings = (f"model={tmp_path / 'net.py'}:Net", "clip=0.1", "log.gradient_norm=true", "optim.decay=constant")
+    single = train_regression(waves, tmp_path / "single", "processes_per_node=1", *settings)
+    sharded = train_regression(waves, tmp_path / "sharded", "strategy=fsdp", *settings, "steps=15")
+    initial = load_file(single.folder.path / "model.safetensors")
+    resume_run(REPLICATED_ENTRY, sharded.folder, "steps=25")
+    losses = [row["loss"] for row in sharded.folder.read_metrics() if "loss" in row]
+    assert losses == pytest.approx(single.losses, rel=1e-9)
+    trained = load_file(sharded.folder.path / "model.safetensors")
+    assert trained.keys() == initial.keys()
+    assert torch.equal(trained["frozen.weight"], initial["frozen.weight"])
+    assert torch.allclose(trained["tied1.weight"], initial["tied1.weight"], rtol=1e-9)

@@ -109,6 +109,20 @@ def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(entry: Entry, tmp_
         assert len(losses) == steps
 
 
+def test_an_evaluation_within_an_epoch_that_follows_the_checkpoint_is_made_after_a_resume(
+    tmp_path: Path, quick: Settings
+) -> None:
+    settings = (*quick, *REPLICATED_ENTRY.make_rank_settings(2), "evaluate_every=6", "data.block=2", ONE_THREAD)
+    uninterrupted = run_experiment(REPLICATED_ENTRY.name, *settings, runs=tmp_path / "uninterrupted")
+    evaluated = [row["global_step"] for row in uninterrupted.folder.read_metrics() if "test_loss" in row]
+    assert evaluated == [6, 12, 13, 18, 24, 26, 30], "every 6 steps, and after each epoch of 13 steps"
+    folder = copy_as_interrupted(uninterrupted.folder, 6, tmp_path / "cut")
+    rows = folder.list_attempts()[0].metrics_file
+    rows.write_text("".join(line for line in rows.read_text().splitlines(keepends=True) if "test_loss" not in line))
+    resume_run(REPLICATED_ENTRY, folder)
+    assert not find_differences(folder, uninterrupted.folder)
+
+
 @archetype
 def test_the_checkpoint_of_the_best_evaluation_is_kept(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     saving = ("checkpoint.keep=2", "checkpoint.best=test_loss", "checkpoint.every_steps=5")

@@ -9,7 +9,16 @@ import numpy as np
 
 from tests.harness.repository import ROOT
 
-EXAMPLE_FILES = ("residual.py", "focal.py", "shapes.py", "waves.py", "recordings.py", "lion.py", "halving.py")
+EXAMPLE_FILES = (
+    "residual.py",
+    "focal.py",
+    "shapes.py",
+    "waves.py",
+    "recordings.py",
+    "use_model.py",
+    "lion.py",
+    "halving.py",
+)
 
 
 def write_example(folder: Path, name: str = "shapes.py") -> Path:

@@ -25,6 +25,8 @@ class Entry:
     """Keys that the result of a run must contain."""
     make_rank_settings: Callable[[int], tuple[str, ...]]
     """Returns the settings for a number of ranks. The batch size is 24."""
+    data_name: str = "digits"
+    """The data set of the smallest settings. Only data sets with class labels have an accuracy."""
     own_technique: str = ""
     """Folder of the technique that only this experiment uses, or empty. Both can be deleted together."""
     resume_variants: tuple[tuple[str, ...], ...] = ()
@@ -55,6 +57,11 @@ class Entry:
     """Returns whether the result of 12 steps on four hosts is correct. None if the experiment is not tested there."""
     parity_transports: tuple[str, ...] = ()
     """Transports of the built-in backend, besides the network, with which two ranks must equal one rank."""
+
+    @property
+    def has_accuracy(self) -> bool:
+        """Whether an evaluation yields an accuracy."""
+        return self.data_name == "digits"
 
     @property
     def trains_model(self) -> bool:

@@ -149,7 +149,7 @@ def average_means(main: Any, cfg: Config, run: Run) -> None:
     def compute_scaled_mean(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
         return F.cross_entropy(logits, labels) * (cfg.batch / run.world.size)
 
-    with replace_attributes((run_data, "choose_loss", lambda _, cfg: compute_scaled_mean)):
+    with replace_attributes((run_data, "choose_loss", lambda _, cfg, samples: compute_scaled_mean)):
         main(cfg, run)
 
 

@@ -154,14 +154,26 @@ def test_invalid_data_sets_are_refused_with_their_line(tmp_path: Path, replaceme
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("value", ["+ index", "index % 2"], ids=["input", "target"])
+def test_a_sample_with_nan_is_refused_while_training(tmp_path: Path, value: str) -> None:
+    text = DATA.replace(value, f"{value} + (float('nan') if index == 31 else 0.0)")
+    train_set = open_samples(prepare_text(tmp_path, text), "train")
+    with pytest.raises(UserError, match=r"own\.py:13: sample 31 contains NaN or infinity; remove such samples"):
+        train_set.load_inputs(slice(30, 32), torch.device("cpu"), torch.float32)
+    with pytest.raises(UserError, match=r"own\.py:13: sample 31 contains NaN"):
+        list_batches(make_loader(train_set, workers=1))
+
+
 def test_a_changed_length_and_a_bad_sample_are_refused_while_training(tmp_path: Path) -> None:
     count = tmp_path / "count"
     count.write_text("50")
     text = DATA.replace("Set(50), Set", "Set(int((root / 'count').read_text())), Set")
     prepared = prepare_text(tmp_path, text.replace("index % 2", "index if index > 40 else index % 2"))
     train_set = open_samples(prepared, "train")
-    with pytest.raises(UserError, match="the label of sample 41 is 41; expected 0 to 1"):
+    with pytest.raises(UserError) as caught:
         train_set.load_inputs(slice(41, 43), torch.device("cpu"), torch.float32)
+    file = tmp_path / "own.py"
+    assert str(caught.value).startswith(f"data.name={file}:load: {file}:13: the label of sample 41 is 41; expected 0")
     count.write_text("49")
     with pytest.raises(UserError, match="has 49 samples, but had 50 when it was prepared; delete"):
         open_samples(prepared, "train")

@@ -36,7 +36,7 @@ INVALID_FUNCTIONS = {
     "pass": "6: the function returned None; function(root) must return",
     "return X, Y, X": "6: the function returned a tuple of length 3; function(root) must",
     "return X.tolist(), Y, X, Y": "6: the train inputs are a list of length 40; ",
-    "return X.astype(int), Y, X, Y": "6: the train inputs have dtype int64; return uint8 values from 0 to 255",
+    "return X.astype(int), Y, X, Y": "6: the train inputs have dtype int64; return pixels as uint8 values from 0",
     "return X / 255, Y, X, Y": "6: the train inputs are stored as float32, but the test inputs as uint8",
     "return X / (X - X), Y, X, Y": "6: the train inputs contain NaN or infinity, first in sample 0",
     "return X, Y / (Y - 2), X, Y": "6: the train targets contain NaN or infinity, first in sample 2",

@@ -45,3 +45,14 @@ def test_an_evaluation_is_written_after_the_steps_before_it(tmp_path: Path, worl
     rows = list(folder.list_attempts()[0].read_attempt_rows())
     assert [row["global_step"] for row in rows] == [1, 2, 3, 3]
     assert ["test_loss" in row for row in rows] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("custom_loss", ["", "focal_loss"])
+def test_a_loss_of_nan_names_a_custom_loss_as_a_possible_cause(tmp_path: Path, world: World, custom_loss: str) -> None:
+    folder = RunFolder.create(tmp_path, "mnist_pipeline", "").claim_attempt()
+    writer = MetricsWriter(folder.metrics_file, print)
+    log = MetricsLog(Ranks(world), writer, OneSamplePerStep(), source=0, custom_loss=custom_loss)
+    log.add_step(1, 0.0, {"loss": torch.tensor(float("nan"))})
+    log.flush()
+    assert "the loss of step 1 is nan" in log.divergence
+    assert ("; if the custom loss focal_loss can return NaN" in log.divergence) is bool(custom_loss)

@@ -14,7 +14,7 @@ from common.models import model_file, networks, weights
 from common.models.model_file import load_initial_weights
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
-from configs.networks import check_shape
+from configs.networks import MIN_IMAGE_SIZES, check_shape
 
 
 def save_weights(folder: Path, state: dict[str, Tensor]) -> str:
@@ -134,8 +134,9 @@ def test_convolutional_networks_refuse_vectors(name: str) -> None:
     "shape, message",
     [
         ((), "contains single numbers, but the model needs vectors"),
-        ((9,), "contains vectors, but the model needs images; use another data set, model=mlp"),
-        ((2, 3, 4, 5), r"contains samples of shape \[2, 3, 4, 5\], but the model needs images"),
+        ((9,), "contains vectors, but model=convnet needs images; use another data set, model=mlp"),
+        ((24, 2), r"contains samples of shape \[24, 2\], but model=convnet needs images of at least 6x6 pixels; use"),
+        ((2, 3, 4, 5), r"contains samples of shape \[2, 3, 4, 5\], but model=convnet needs images"),
     ],
     ids=str,
 )
@@ -150,8 +151,13 @@ def test_shapes_of_custom_data_that_a_built_in_network_refuses(shape: tuple[int,
 
 @pytest.mark.parametrize("name", ["lenet5", "convnet"])
 def test_images_that_are_too_small_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=r"images of shape \[3, 2, 2\] are too small"):
-        networks.build_network(name, (3, 2, 2), 4)
+    size = MIN_IMAGE_SIZES[name]
+    networks.build_network(name, (3, size, size), 4)
+    check_shape(name, "own.py:load", (3, size, size))
+    with pytest.raises(UserError, match=r"images of shape .* are too small"):
+        networks.build_network(name, (3, size - 1, size), 4)
+    with pytest.raises(ValueError, match=f"model={name} needs images of at least {size}x{size} pixels"):
+        check_shape(name, "own.py:load", (3, size - 1, size))
 
 
 def test_the_default_simple_network_has_three_layers() -> None:

@@ -132,6 +132,10 @@ BAD_NETWORKS = {
         "nn.Linear(4, outputs)",
         r"the parameter extra\.weight gets no gradient; .* or set find_unused_parameters=true",
     ),
+    "nn.LazyLinear(outputs)": (
+        "nn.Linear(4, outputs)",
+        r"the sizes of the layer layer \(LazyLinear\) are unknown before the first forward pass; use a layer",
+    ),
     "(x).detach()": ("(x)", r"net\.py:9: .*does not require grad"),
     "(": ("class Net", "net.py:4: SyntaxError"),
 }
@@ -163,7 +167,7 @@ def test_parameters_without_gradients_are_accepted_where_they_can_be_trained(
 
 LOSSES = 'F.cross_entropy(outputs, targets, reduction="none")'
 BAD_LOSSES = {
-    f"{LOSSES}.mean()": r"a tensor of shape \[\] for 8 samples; return one loss per sample",
+    f"{LOSSES}.mean()": r"loss\.py:loss: \S+loss\.py:4: the function returned a tensor of shape \[\] for 8 samples",
     f"{LOSSES}[:, None]": r"a tensor of shape \[8, 1\] for 8 samples",
     f"{LOSSES} / len(targets)": r"loss\.py:4: the loss of sample 0 depends on the other samples of the batch",
     f"{LOSSES}.detach()": r"loss\.py:4: the losses do not depend on the outputs",
@@ -215,7 +219,7 @@ def test_only_a_sequence_of_layers_can_be_split_or_get_dropout(
             UserError, match=r"splits the network into stages, so the class must be a subclass of nn\.Seq"
         ):
             try_settings(data_sets, "labels", model, schema=schema)
-    with pytest.raises(UserError, match="omit dropout, and add dropout layers to the network"):
+    with pytest.raises(UserError, match=r"omit dropout, and add dropout layers .* depend on the number of ranks"):
         try_settings(data_sets, "labels", model, "dropout=0.5")
 
 
@@ -227,6 +231,14 @@ def test_a_missing_file_and_an_unknown_name_are_refused_without_data() -> None:
         with pytest.raises(UserError, match="invalid value; allowed: ") as caught:
             config.load_config(ddp_multinode.Config, [setting], {})
         assert choices in str(caught.value)
+
+
+def test_a_file_without_a_name_is_refused_with_the_names_that_it_defines(tmp_path: Path) -> None:
+    model, loss = write_files(tmp_path)
+    for setting, name in ((model, "Net"), (loss, "loss")):
+        file_only = setting.rpartition(":")[0]
+        with pytest.raises(UserError, match=rf"\.py: the name after the file is missing; the file has {name}; allowed"):
+            config.load_config(ddp_multinode.Config, [file_only], {})
 
 
 def test_the_check_runs_in_another_process(tmp_path: Path, data_sets: dict[str, PreparedDataset]) -> None:

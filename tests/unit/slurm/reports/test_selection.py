@@ -16,6 +16,7 @@ from tests.unit.slurm.submitted_runs import write_submitted_run
 def test_unknown_runs_are_refused(fake: FakeSlurm, verb: str, run: str) -> None:
     process = in_process_calls.call_verb(verb, run, status=2, **fake.make_environment())  # type: ignore[arg-type]
     assert "no such run folder" in process.stderr
+    assert "for a run in another folder, pass its path" in process.stderr
 
 
 def test_the_end_of_an_id_selects_a_run(fake: FakeSlurm, runs: Path) -> None:

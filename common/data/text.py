@@ -1,0 +1,179 @@
+"""Text data set: a UTF-8 file or folder, or the source text of Python's standard library.
+
+The tokens are the bytes of the text. The text is cut into samples of `data.context` tokens. The target of each token is
+the token that follows it. The last part of the text is held out as the test part. text_samples.py reads the samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.data import prepare, sources
+from common.runs.folder import convert_disk_errors
+from common.system.causes import Cause
+from common.system.errors import UserError
+from configs.shared import Data
+
+TEXT_VERSION = 1  # increase this number whenever a code change alters the arrays of the same text
+VOCABULARY = 256  # number of values of a byte
+TEST_SHARE = 0.05  # part of the text, at its end, that is held out for evaluation
+LIBRARY_LICENSE = "Python Software Foundation License, https://docs.python.org/3/license.html"
+REMEDY = "set data.root to a UTF-8 text file, or to a folder of text files"
+
+
+def prepare_text(data: Data, code: Path | None = None) -> prepare.PreparedDataset:
+    """Find or prepare the text in `data.root`. The value none selects the source text of the standard library.
+
+    The default folder of other data sets does the same.
+
+    `code` is the source folder of a resumed run, which contains no text.
+
+    Raises UserError if there is no text, if a file is not UTF-8 text, or if the text is shorter than two samples.
+    """
+    is_default_root = data.root in ("none", Data.root, os.environ.get("DATA_ROOT"))
+    files = list_library_files() if is_default_root else list_text_files(Path(data.root))
+    state = f"{fingerprint_files(files)} context {data.context} version {TEXT_VERSION}"
+
+    def write_arrays(folder: Path) -> str:
+        text = read_text(files)
+        origin: dict[str, Any] = {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+        if is_default_root:
+            origin |= {"source": "Python's standard library", "license": LIBRARY_LICENSE}
+        write_samples(folder, np.frombuffer(text, np.uint8), data, origin)
+        return ""
+
+    return prepare.find_or_prepare_dataset(Path(data.cache), "text", state, write_arrays)
+
+
+def list_library_files() -> list[Path]:
+    """Return the top-level source files of Python's standard library. Raises UserError if there are none."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise UserError(f"Python's standard library in {folder} has no source files (*.py); {REMEDY}")
+    return files
+
+
+def list_text_files(root: Path) -> list[Path]:
+    """Return a text file, or the sorted files below a folder, except hidden files.
+
+    Raises UserError if there are none.
+    """
+    if root.is_file():
+        return [root]
+    if not root.is_dir():
+        raise UserError(f"data.root={root}: no such file or folder; {REMEDY}")
+    files = []
+    for name in sources.list_files(root):
+        if not any(part.startswith(".") for part in Path(name).parts):
+            files.append(root / name)
+    if not files:
+        raise UserError(f"data.root={root}: the folder contains no files; {REMEDY}")
+    return files
+
+
+def fingerprint_files(files: Sequence[Path]) -> str:
+    """Return a string that changes whenever a file is added, removed or replaced."""
+    lines = []
+    for file in files:
+        try:
+            status = file.stat()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove this file") from None
+        lines.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n")
+    return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
+
+
+def read_text(files: Sequence[Path]) -> bytes:
+    """Return the joined content of text files. Raises UserError if a file is not UTF-8 text."""
+    parts = []
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove this file") from None
+        if b"\0" in content:
+            raise UserError(f"{file} is a binary file, not text; {REMEDY}", cause=Cause.DAMAGED_DATA)
+        try:
+            content.decode()
+        except UnicodeDecodeError as error:
+            problem = f"{file} is not UTF-8 text (byte {error.start}); convert the file to UTF-8, or remove it"
+            raise UserError(problem, cause=Cause.DAMAGED_DATA) from None
+        parts.append(content)
+    return b"".join(parts)
+
+
+def write_samples(folder: Path, tokens: np.ndarray, data: Data, origin: dict[str, Any]) -> None:
+    """Write the samples of the training and the test part, and the facts about the text.
+
+    `origin` describes where the text comes from. Raises UserError if the text is too short.
+    """
+    context = data.context
+    test_tokens = max(round(len(tokens) * TEST_SHARE), context + 1)
+    train_inputs, train_targets = cut_samples(tokens[:-test_tokens], context)
+    test_inputs, test_targets = cut_samples(tokens[-test_tokens:], context)
+    if not len(train_inputs):
+        needed = 2 * (context + 1)
+        problem = f"data.root={data.root}: the text has {len(tokens)} tokens, but two samples of data.context={context}"
+        raise UserError(f"{problem} tokens need {needed}; lower data.context, or use a longer text")
+    facts = origin | {
+        "vocabulary": VOCABULARY,
+        "test_bytes_per_token": 1.0,
+        "test_tokens": test_targets.size,
+        "unigram_loss": compute_unigram_loss(train_targets, test_targets),
+        "bigram_loss": compute_bigram_loss((train_inputs, train_targets), (test_inputs, test_targets)),
+    }
+    arrays = (train_inputs, train_targets, test_inputs, test_targets)
+    with convert_disk_errors(folder.parent):
+        for part, array in zip(prepare.PARTS, arrays, strict=True):
+            np.save(folder / f"{part}.npy", array)
+        (folder / sources.TEXT_FILE).write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def cut_samples(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the inputs and the targets [N, context] of a text. The tokens of the last partial sample are dropped.
+
+    Each target is the token that follows the input at the same position.
+    """
+    count = max(0, len(tokens) - 1) // context
+    used = count * context
+    return tokens[:used].reshape(count, context), tokens[1 : used + 1].reshape(count, context)
+
+
+def compute_unigram_loss(train: np.ndarray, test: np.ndarray) -> float:
+    """Return the cross-entropy of test tokens, in nats per token, if their frequencies are those of training tokens.
+
+    Each count is increased by one, so that no token has the probability zero.
+    """
+    log_probabilities = np.log(estimate_frequencies(train))
+    return float(-log_probabilities[test].mean())
+
+
+def compute_bigram_loss(train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]) -> float:
+    """Return the cross-entropy of test targets, in nats per token, given only the token before each target.
+
+    The arguments are inputs and targets. The frequencies after each token are those in the training part, with one
+    additional count that is distributed like the single tokens (Dirichlet prior, MacKay and Peto 1995).
+    """
+    prior = estimate_frequencies(train[1])
+    counts = np.zeros(VOCABULARY * VOCABULARY, np.int64)
+    for inputs, targets in zip(*train, strict=True):  # one sample at a time, because the pairs need eight bytes each
+        np.add.at(counts, inputs.astype(np.int64) * VOCABULARY + targets, 1)
+    table = counts.reshape(VOCABULARY, VOCABULARY)
+    probabilities = (table + prior) / (table.sum(1, keepdims=True) + 1)
+    return float(-np.log(probabilities)[test].mean())
+
+
+def estimate_frequencies(tokens: np.ndarray) -> np.ndarray:
+    """Return the relative frequency of each token [VOCABULARY], with all counts increased by one."""
+    counts = np.bincount(tokens.ravel(), minlength=VOCABULARY) + 1.0
+    frequencies: np.ndarray = counts / counts.sum()
+    return frequencies

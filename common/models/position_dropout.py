@@ -1,0 +1,83 @@
+"""Dropout of token vectors whose masks do not depend on how samples and tokens are divided among ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.models.sample_dropout import SampleDropout
+from common.system import seeds
+
+HASH_BITS = 32
+COLUMN_PURPOSE = "columns"
+
+
+class PositionDropout(SampleDropout):
+    """A dropout layer for token vectors [n, T, width], whose mask is a hash of the position of each value.
+
+    A value is dropped depending on the seed, the name of the layer, the epoch, the position of the sample in the epoch,
+    the position of the token in the sample, and the position of the value in the vector. A rank that holds only some
+    tokens of each sample (sequence parallelism) calls `set_token_shard`. A hash needs no state, so each rank computes
+    the masks of its own values only.
+    """
+
+    def __init__(self, rate: float, seed: int, name: str) -> None:
+        super().__init__(rate, seed, name)
+        self.token_shard = (0, 1)
+        """Index of this rank's shard of the tokens of each sample, and number of shards of equal size."""
+
+    def set_token_shard(self, shard: int, shards: int) -> None:
+        """Set which of several shards of the tokens, of equal size, the layer gets."""
+        self.token_shard = (shard, shards)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply dropout to the token vectors [n, T, width] of the next microbatch."""
+        if not self.training or not self.rate:
+            return input
+        positions = self.pop_positions(len(input))
+        kept_share = 1 - self.rate
+        dropped = self.draw_dropped(positions, input.shape[1], input.shape[2]).to(input.device)
+        return (input / kept_share).masked_fill(dropped, 0.0)
+
+    def draw_dropped(self, samples: range, tokens: int, width: int) -> Tensor:
+        """Return a bool tensor [n, tokens, width] that is True for the values to drop."""
+        shard, shards = self.token_shard
+        key = seeds.derive_seed(self.seed, self.name, self.epoch)
+        first_token = shard * tokens
+        sample_numbers = torch.arange(samples.start, samples.stop)
+        token_numbers = torch.arange(first_token, first_token + tokens)
+        # The number of a token in the epoch is the same for any division of the samples and tokens.
+        rows = sample_numbers[:, None] * (tokens * shards) + token_numbers
+        row_bits = hash_numbers(rows, key)
+        column_bits = hash_numbers(torch.arange(width), seeds.derive_seed(self.seed, self.name, COLUMN_PURPOSE))
+        bits = mix_bits(row_bits[:, :, None] ^ column_bits)
+        limit = round(self.rate * 2**HASH_BITS) - 2 ** (HASH_BITS - 1)
+        return bits < limit
+
+
+def shift_right(x: Tensor, bits: int, size: int) -> Tensor:
+    """Return integers of `size` bits shifted to the right, with zeros as the first bits."""
+    return (x >> bits) & ((1 << (size - bits)) - 1)
+
+
+def hash_numbers(numbers: Tensor, key: int) -> Tensor:
+    """Return a hash of int64 numbers as int32 numbers of the same shape (SplitMix64, Steele et al. 2014)."""
+    x = numbers * to_signed(0x9E3779B97F4A7C15, 64) + key
+    x = (x ^ shift_right(x, 30, 64)) * to_signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ shift_right(x, 27, 64)) * to_signed(0x94D049BB133111EB, 64)
+    x = x ^ shift_right(x, 31, 64)
+    return (x >> 32).to(torch.int32)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+    """Mix the bits of int32 numbers in place, and return them (lowbias32 by Wellons, without its last shift)."""
+    x ^= shift_right(x, 16, 32)
+    x *= 0x7FEB352D
+    x ^= shift_right(x, 15, 32)
+    x *= to_signed(0x846CA68B, 32)
+    return x
+
+
+def to_signed(number: int, bits: int) -> int:
+    """Return the signed integer with the same bits as an unsigned integer."""
+    return number - (1 << bits) if number >> (bits - 1) else number

@@ -1,0 +1,54 @@
+"""Report on a model of text: bits per byte, the losses of n-gram models, and a sample."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from common.data.text_samples import read_text_facts
+from common.models import model_file, sampling
+from common.runs.result import ReportData
+from common.training.run_context import RunContext
+
+SAMPLE_TOKENS = 160
+"""Number of tokens of the sample in the final table."""
+
+
+def add_bits_per_byte(scores: dict[str, float], run: RunContext) -> dict[str, float]:
+    """Add the cross-entropy in bits per byte of text to scores, whose `test_loss` is in nats per token."""
+    bytes_per_token = read_text_facts(run.prepared)["test_bytes_per_token"]
+    return scores | {"bits_per_byte": scores["test_loss"] / math.log(2) / bytes_per_token}
+
+
+class TextReport:
+    """Report of a run that has trained a model of text. It samples from the file of the trained model."""
+
+    def __init__(self, run: RunContext, prompt: str) -> None:
+        self.run = run
+        self.prompt = prompt
+        self.facts = read_text_facts(run.prepared)
+
+    @functools.cached_property
+    def sample(self) -> str:
+        """The prompt and its continuation by the trained model."""
+        _, model = model_file.load_model(self.run.folder)
+        context = self.run.sample_shape[0]
+        seed = self.run.cfg.seed
+        return sampling.sample_text(model, context, self.prompt, tokens=SAMPLE_TOKENS, seed=seed)
+
+    def rows(self) -> Mapping[str, str]:
+        bigram = self.facts["bigram_loss"]
+        unigram = self.facts["unigram_loss"]
+        relation = "below" if self.run.scores["test_loss"] < bigram else "not below"
+        return {
+            "bits per byte": f"{self.run.scores['bits_per_byte']:.4f}",
+            "bigram model": f"the test loss is {relation} that of a bigram model, {bigram:.4f} (unigram {unigram:.4f})",
+            "sample": self.sample,
+        }
+
+    def result(self) -> ReportData:
+        names = ("bytes", "sha256", "unigram_loss", "bigram_loss")
+        outcome: dict[str, Any] = {name if "loss" in name else f"text_{name}": self.facts[name] for name in names}
+        return ReportData(outcome=outcome | {"sample": self.sample})

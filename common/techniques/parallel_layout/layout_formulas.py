@@ -1,0 +1,137 @@
+"""Formulas for the memory, messages and floating-point operations of a GPT under a layout.
+
+The formulas need only sizes, so they can be evaluated before a run. Tests compare them with measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.layout import Layout
+
+ADAM_STATES = 2
+"""Number of tensors of the size of a parameter in the state of Adam and AdamW."""
+STEP_BYTES = 4
+"""Size of the number of steps that Adam stores for each parameter."""
+INDEX_BYTES = 8
+"""Size of a token."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT and of one microbatch of a rank."""
+
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    is_gated: bool
+    """True for SwiGLU, which has a gate."""
+    vocabulary: int
+    context: int
+    samples: int
+    """Number of samples of a rank in a microbatch."""
+    microbatches: int
+    dropout: bool
+    element_bytes: int
+    """Size of a number: 4 for float32."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of a rank in a microbatch."""
+        return self.samples * self.context
+
+
+@dataclass(frozen=True)
+class ParameterSize:
+    """Shape of a parameter, and the dimension that tensor parallelism divides, or None."""
+
+    shape: tuple[int, ...]
+    tensor_dim: int | None
+
+    def count_local(self, layout: Layout) -> int:
+        """Return the number of values that the first rank stores. fully_shard divides the first dimension."""
+        sizes = list(self.shape)
+        if self.tensor_dim is not None:
+            sizes[self.tensor_dim] //= layout.tensor
+        sizes[0] = -(-sizes[0] // layout.fsdp)
+        return math.prod(sizes)
+
+
+def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and AdamW's state on the first rank."""
+    stored = element_bytes * sum(size.count_local(layout) for size in parameters.values())
+    optimizer = ADAM_STATES * stored + STEP_BYTES * len(parameters)
+    return {"parameters": stored, "gradients": stored, "optimizer": optimizer}
+
+
+def predict_activation_bytes(shape: Shape, layout: Layout) -> int:
+    """Return the bytes that autograd saves for the backward pass of one microbatch.
+
+    Values per token and block, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and
+    one scale; the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs
+    and softmax scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a
+    copy. Sequence parallelism also divides the norms by p.
+    """
+    ranks = layout.tensor
+    sequence_ranks = ranks if layout.sequence else 1
+    norm = (2 * shape.width + 1) / sequence_ranks
+    copies = 5 if shape.heads > ranks else 4
+    attention = (copies * shape.width + shape.heads) / ranks
+    hidden = (4 if shape.is_gated else 2) * shape.hidden / ranks
+    block = 2 * norm + 2 * shape.width + attention + hidden
+    values = shape.tokens * (shape.layers * block + norm + shape.width)
+    values += shape.layers * 2 * shape.context * shape.width / shape.heads  # cosines and sines of rotary embedding
+    values += shape.tokens * predict_loss_values(shape, layout)
+    indices = 2 * INDEX_BYTES * shape.tokens  # inputs and targets
+    masks = shape.tokens * shape.width * (2 * shape.layers + 1) / sequence_ranks if shape.dropout else 0
+    return round(values * shape.element_bytes + masks + indices)
+
+
+def predict_loss_values(shape: Shape, layout: Layout) -> float:
+    """Return the number of values per token that the loss saves."""
+    if layout.tensor == 1:
+        return shape.vocabulary  # the logarithms of the probabilities
+    return 2 * shape.vocabulary / layout.tensor + 1  # logits without their maximum, their exponentials, and the sum
+
+
+def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout) -> int:
+    """Return the bytes that a rank sends in a step with ring algorithms.
+
+    Tensor parallelism: one all-reduce per branch in each direction, one for the token vectors and one for the head;
+    three numbers per token for the loss. fully_shard: an all-gather in each direction and a reduce-scatter. Replicas:
+    an all-reduce of the gradients that a rank stores.
+    """
+    size = shape.element_bytes
+    per_microbatch = 0.0
+    if layout.tensor > 1:
+        branch = shape.tokens * shape.width * size
+        ring = (layout.tensor - 1) / layout.tensor
+        per_microbatch += 2 * ring * ((4 * shape.layers + 2) * branch + 3 * shape.tokens * size)
+        if layout.sequence:
+            per_microbatch += 2 * ring * (2 * shape.layers + 1) * shape.width * size  # gradients of the norms
+    stored = size * sum(parameter.count_local(layout) for parameter in parameters.values())
+    per_step = 0.0
+    if layout.fsdp > 1:
+        gathered = sum(parameter.count_local(layout) for name, parameter in parameters.items())
+        regathered = sum(p.count_local(layout) for name, p in parameters.items() if name.startswith("block"))
+        sent = 2 * gathered + (regathered if layout.reshard else 0)
+        per_microbatch += (layout.fsdp - 1) * sent * size
+        per_microbatch += 2 * (layout.replicas - 1) / layout.replicas * stored
+    else:
+        per_step += 2 * (layout.replicas - 1) / layout.replicas * stored
+    return round(shape.microbatches * per_microbatch + per_step)
+
+
+def count_flops_per_token(parameters: Mapping[str, ParameterSize], shape: Shape, is_tied: bool) -> int:
+    """Return the floating-point operations per token of a forward and a backward pass: 6 N + 12 L T d.
+
+    N is the number of weights in matrix products, which excludes the lookup in an untied table (Chowdhery et al. 2022,
+    arXiv 2204.02311, appendix B).
+    """
+    weights = sum(math.prod(size.shape) for size in parameters.values())
+    if not is_tied:
+        weights -= shape.vocabulary * shape.width
+    return 6 * weights + 12 * shape.layers * shape.context * shape.width

@@ -1,0 +1,141 @@
+"""Report on a layout: throughput, and memory and messages of a rank beside their formulas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.models.gpt import GPT
+from common.runs.result import ReportData
+from common.techniques.parallel_layout import layout_formulas
+from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
+from common.techniques.parallel_layout.step_meter import StepMeter
+from common.training.run import Run
+from configs.gpt_parallel import Config
+from configs.layout import Layout
+
+STATE = ("parameters", "gradients", "optimizer")
+PRODUCT_SIZE = 768
+"""Side of the square matrices whose product is timed."""
+PRODUCTS = 5
+
+
+def measure_matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the highest measured rate of a matrix product in FLOP/s, with the threads of this rank."""
+    x = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(PRODUCTS):
+        start = time.perf_counter()
+        torch.mm(x, x).sum().item()  # reading the sum waits for the device
+        seconds.append(time.perf_counter() - start)
+    return 2 * float(PRODUCT_SIZE) ** 3 / min(seconds)
+
+
+def describe_shape(cfg: Config, model: GPT) -> Shape:
+    """Return the sizes of a model and of a microbatch of one rank."""
+    arguments: dict[str, Any] = model.recipe["arguments"]
+    return Shape(
+        width=arguments["width"],
+        layers=arguments["layers"],
+        heads=arguments["heads"],
+        hidden=arguments["hidden"],
+        is_gated=arguments["activation"] == "swiglu",
+        vocabulary=arguments["vocabulary"],
+        context=arguments["context"],
+        samples=cfg.batch_plan.microbatch,
+        microbatches=cfg.accumulate,
+        dropout=cfg.dropout > 0,
+        element_bytes=8 if cfg.dtype == "float64" else 4,
+    )
+
+
+def list_parameter_sizes(model: GPT) -> dict[str, ParameterSize]:
+    """Return the full shape of each parameter, and the dimension that tensor parallelism divides, by name."""
+    dims = model.list_tensor_dims()
+    return {name: ParameterSize(tuple(tensor.shape), dims[name]) for name, tensor in model.named_parameters()}
+
+
+@dataclass
+class LayoutReport:
+    """Report on throughput, memory and messages. Only the network gpt has formulas."""
+
+    run: Run
+    layout: Layout
+    memory: list[dict[str, int]]
+    """Bytes by category, for each rank."""
+    sent_bytes: list[int]
+    """Bytes that each rank sent in the measured step."""
+    predicted: dict[str, int]
+    """Bytes by category and `sent`, from the formulas; empty without formulas."""
+    full_state_bytes: int
+    """Bytes of parameters, gradients and optimizer state of a single process; 0 without formulas."""
+    tokens_per_step: int
+    flops_per_token: int
+    """Floating-point operations; 0 without formulas."""
+
+    @classmethod
+    def gather(cls, cfg: Config, run: Run, model: nn.Module, meter: StepMeter) -> LayoutReport:
+        """Create the report from the measurements of all ranks. All ranks must call this method."""
+        memory = run.world.gather(meter.memory)
+        sent_bytes = run.world.gather(meter.sent_bytes)
+        predicted: dict[str, int] = {}
+        full_state_bytes = 0
+        flops = 0
+        if isinstance(model, GPT):
+            shape = describe_shape(cfg, model)
+            sizes = list_parameter_sizes(model)
+            predicted = layout_formulas.predict_state_bytes(sizes, cfg.layout, shape.element_bytes)
+            predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
+            predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
+            full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
+            full_state_bytes = sum(full_state.values())
+            flops = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
+        tokens = cfg.batch * run.sample_shape[0]
+        return cls(run, cfg.layout, memory, sent_bytes, predicted, full_state_bytes, tokens, flops)
+
+    def rows(self) -> Mapping[str, str]:
+        if not self.memory[0]:
+            return {}
+        lines = []
+        for name, size in self._list_categories().items():
+            formula = f" (formula: {self.predicted[name] / 1e6:.3f})" if name in self.predicted else ""
+            lines.append(f"{name}: {size / 1e6:.3f} MB{formula}")
+        layout = self.layout
+        degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} tensor={layout.tensor}"
+        rows = {
+            "layout": degrees + (" sequence=true" if layout.sequence else ""),
+            "memory and messages": "\n".join(lines),
+        }
+        measured = self.result().measured
+        if "tokens_per_second" in measured:
+            rows["tokens"] = f"{measured['tokens_per_second']:,.0f} tokens/s"
+        if "model_flops_utilization" in measured:
+            rows["MFU"] = f"{measured['model_flops_utilization']:.1%} of the rate of a matrix product on each rank"
+        return rows
+
+    def _list_categories(self) -> dict[str, int]:
+        """Return the largest value of any rank by category."""
+        largest = {name: max(rank[name] for rank in self.memory) for name in self.memory[0]}
+        return largest | {"sent": max(self.sent_bytes)}
+
+    def result(self) -> ReportData:
+        measured: dict[str, Any] = {}
+        if self.memory[0]:
+            largest = self._list_categories()
+            measured = {f"{name}_bytes": size for name, size in largest.items()}
+            if self.full_state_bytes:
+                measured["training_state_share"] = sum(largest[name] for name in STATE) / self.full_state_bytes
+        seconds = self.run.compute_step_seconds()
+        if seconds:
+            measured["tokens_per_second"] = self.tokens_per_step / seconds
+        if seconds and self.flops_per_token:
+            rate = measure_matrix_rate(self.run.dtype, self.run.device) * self.layout.ranks
+            flops = self.flops_per_token * self.tokens_per_step / seconds
+            measured["model_flops_utilization"] = flops / rate
+        formulas = {f"predicted_{name}_bytes": size for name, size in self.predicted.items()}
+        return ReportData(outcome=formulas, measured=measured)

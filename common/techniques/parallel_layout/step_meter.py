@@ -1,0 +1,165 @@
+"""Measurement of one training step: memory of a rank by category, and bytes that it sends in collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common.measure.metrics_log import Values
+from common.training.hooks import StepHook
+
+COLLECTIVE_NAMESPACE = "c10d"
+BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
+"""How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
+
+
+class StepMeter(StepHook):
+    """Hook that measures the first step of an attempt.
+
+    All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
+    Yuan 2009) for the collectives of the step. `activation_bytes` is the size of the storages that autograd saves for
+    the backward pass of one microbatch, without parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.is_done = False
+        self.contexts = contextlib.ExitStack()
+        self.collectives = CollectiveCounter()
+        self.saved_tensors = SavedTensors(model)
+        self.memory: dict[str, int] = {}
+        """Bytes by category: parameters, gradients, optimizer, activations, buffers."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent in the measured step."""
+        return round(self.collectives.sent_bytes)
+
+    def before_step(self) -> None:
+        """Start to observe the first step."""
+        if not self.is_done:
+            self.contexts.enter_context(self.collectives)
+            self.contexts.enter_context(self.saved_tensors.hooks)
+
+    def collect_values(self) -> Values:
+        """Measure the memory at the end of the first step. The gradients still exist."""
+        if not self.is_done:
+            self.is_done = True
+            self.contexts.close()
+            self.memory = self._measure_memory()
+        return {}
+
+    def on_end(self) -> None:
+        self.contexts.close()
+
+    def _measure_memory(self) -> dict[str, int]:
+        parameters = list(self.model.parameters())
+        state: list[Any] = []
+        for values in self.optimizer.state.values():
+            state += values.values()
+        return {
+            "parameters": count_bytes(parameters),
+            "gradients": count_bytes(parameter.grad for parameter in parameters),
+            "optimizer": count_bytes(state),
+            "activations": self.saved_tensors.bytes,
+            "buffers": count_bytes(self.model.buffers()),
+        }
+
+
+def count_bytes(values: Iterable[Any]) -> int:
+    """Return the size of this rank's parts of all tensors among `values`."""
+    total = 0
+    for value in values:
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if isinstance(local, Tensor):
+            total += local.numel() * local.element_size()
+    return total
+
+
+class SavedTensors:
+    """The storages that autograd saves for the backward pass of the first microbatch of a step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.hooks = saved_tensors_hooks(self.record, lambda tensor: tensor)
+        self.sizes: dict[int, int] = {}
+        """Size of each storage in bytes, by its address."""
+        self.storages: list[Any] = []
+        """The storages, so that no address is used again during the measurement."""
+        self.has_ended = False
+        self.registration = model.register_forward_pre_hook(self._start_microbatch)
+        self.is_recording = False
+
+    @property
+    def bytes(self) -> int:
+        """Size of all storages together."""
+        return sum(self.sizes.values())
+
+    def _start_microbatch(self, model: nn.Module, inputs: Any) -> None:
+        """Record from the first forward pass until the second one."""
+        self.is_recording = not self.has_ended
+        if self.has_ended:
+            self.registration.remove()
+            self.storages.clear()
+        self.has_ended = True
+
+    def record(self, tensor: Tensor) -> Tensor:
+        """Record the storage of a saved tensor, unless it belongs to a parameter."""
+        if self.is_recording:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address not in self.sizes and address not in self._list_parameter_addresses():
+                self.sizes[address] = storage.nbytes()
+                self.storages.append(storage)
+        return tensor
+
+    def _list_parameter_addresses(self) -> set[int]:
+        """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
+        addresses = set()
+        for parameter in self.model.parameters():
+            detached = parameter.detach()
+            local = detached.to_local() if hasattr(detached, "to_local") else detached
+            addresses.add(local.untyped_storage().data_ptr())
+        return addresses
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Context in which the bytes of all collectives are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == COLLECTIVE_NAMESPACE:
+            self._count(func.__name__.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        """Add the bytes that this rank sends in a collective with a ring algorithm."""
+        if name not in BYTES_SENT:
+            return
+        ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+        full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
+        self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
+
+
+def flatten_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    tensors: list[Tensor] = []
+    for item in value:
+        tensors += flatten_tensors(item)
+    return tensors

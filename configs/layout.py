@@ -1,0 +1,76 @@
+"""Settings that divide a transformer and its batches among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from configs.batch_plan import format_nearest_multiples
+from configs.fields import between
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Division of the parameters, the tokens and the samples of a batch among ranks.
+
+    The number of ranks is the product of `replicas`, `fsdp` and `tensor`. Consecutive ranks differ in the position in
+    the tensor dimension first, because tensor parallelism communicates most.
+    """
+
+    tensor: int = between(1, 64, 1)
+    """Number of ranks among which each matrix is divided (tensor parallelism, arXiv 1909.08053)."""
+    sequence: bool = False
+    """Also divide the tokens among the ranks of tensor parallelism, outside of attention and feed-forward layers
+    (sequence parallelism, arXiv 2205.05198). This divides the memory of these activations."""
+    fsdp: int = between(1, 64, 1)
+    """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
+    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch."""
+    reshard: bool = True
+    """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
+    backward pass. false keeps them, which needs more memory and less communication."""
+    replicas: int = between(1, 64, 1)
+    """Number of copies of the model, each of which processes another shard of the batch. With fsdp, this is hybrid
+    sharding."""
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.replicas * self.fsdp * self.tensor
+
+    @property
+    def data_shards(self) -> int:
+        """Number of shards of a batch. The ranks of tensor parallelism process the same shard."""
+        return self.replicas * self.fsdp
+
+    def check(self, sizes: Mapping[str, int], batch: int, context: int) -> None:
+        """Raise ValueError if the model or a batch cannot be divided among the ranks.
+
+        `sizes` contains the sizes that tensor parallelism divides, by the names of their settings, such as heads and
+        key_value_heads. `context` is the number of tokens in a sample.
+        """
+        if self.tensor > 1:
+            for name, size in sizes.items():
+                check_divisible(name, size, "tensor", self.tensor)
+        if self.sequence:
+            if self.tensor == 1:
+                raise ValueError(
+                    "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
+                    "or omit sequence=true"
+                )
+            check_divisible("context", context, "tensor", self.tensor)
+        if not self.reshard and self.fsdp == 1:
+            raise ValueError("reshard=false applies to fsdp only; set fsdp=2 or more, or omit reshard=false")
+        if batch % self.data_shards:
+            degrees = f"fsdp={self.fsdp} x replicas={self.replicas}"
+            nearest = format_nearest_multiples(batch, self.data_shards)
+            raise ValueError(f"batch={batch} cannot be divided evenly by {degrees}; use batch={nearest}")
+
+
+def check_divisible(name: str, size: int, degree_name: str, degree: int) -> None:
+    """Raise ValueError if a size cannot be divided evenly by a degree of parallelism."""
+    if size % degree:
+        nearest = format_nearest_multiples(size, degree)
+        raise ValueError(
+            f"{name}={size} cannot be divided evenly by {degree_name}={degree}; use {name}={nearest}, or another "
+            f"{degree_name}"
+        )

@@ -1,0 +1,93 @@
+"""A GPT on several ranks: tensor, sequence, sharded and replicated parallelism, each equal to a single process.
+
+    python experiments/gpt_parallel.py                                         two replicas on this machine
+    python experiments/gpt_parallel.py replicas=1                              a single process
+    python experiments/gpt_parallel.py replicas=1 tensor=2 sequence=true       divided matrices and tokens
+    python experiments/gpt_parallel.py replicas=1 fsdp=2                       sharded parameters
+    make exp NAME=gpt_parallel NODES=2                                         on a cluster
+
+A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
+held-out cross-entropy below that of a bigram model. `data.root` selects another text.
+
+`batch` is the number of samples of `data.context` bytes per step, over all ranks and microbatches. The loss is the mean
+over all valid target tokens of the batch. If shards have different numbers of valid tokens, the mean of the ranks' mean
+losses is another value. Each rank therefore divides the sum of its losses by the number of valid tokens of the whole
+batch, which the ranks add up before the first backward pass.
+"""
+
+from __future__ import annotations
+
+from common.api import Run, build_network, build_optimizer, start
+from common.models.gpt import GPT
+from common.models.model_file import load_initial_weights
+from common.techniques.language_model.report import TextReport, add_bits_per_byte
+from common.techniques.language_model.targets import count_valid_tokens, mask_targets
+from common.techniques.parallel_layout import parallelize
+from common.techniques.parallel_layout.layout_report import LayoutReport
+from common.techniques.parallel_layout.step_meter import StepMeter
+from configs.gpt_parallel import Config
+
+from typing import Any
+
+import torch
+
+
+def build_model(cfg: Config, run: Run) -> Any:
+    """Build the network and load its initial weights. The weights are the same on every rank."""
+    network: Any
+    if cfg.model == "gpt":
+        size = cfg.size
+        network = GPT(
+            run.sample_shape[0],
+            run.outputs,
+            width=size.width,
+            layers=size.layers,
+            heads=size.heads,
+            key_value_heads=size.key_value_heads,
+            hidden=size.hidden,
+            activation=size.activation,
+            tied=size.tied,
+            dropout=cfg.dropout,
+            seed=cfg.seed,
+        )
+    else:
+        network = build_network(cfg.model, run.sample_shape, run.outputs)
+    load_initial_weights(network, cfg.initial.weights, cfg.runs)
+    return network.to(run.device, run.dtype)
+
+
+def main(cfg: Config, run: Run) -> None:
+    network = build_model(cfg, run)
+    parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
+    optimizer = build_optimizer(network.parameters(), cfg.optim)
+    batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
+    run.register(network, optimizer, batches, replicated=True)
+    meter = StepMeter(network, optimizer)  # measures memory and messages of the first step
+    run.add_hook(meter)
+
+    autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
+
+    def evaluate() -> dict[str, float]:
+        with autocast:
+            return add_bits_per_byte(parallel.score(run), run)
+
+    for step in run.steps(evaluate):
+        optimizer.zero_grad()
+        microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
+        valid_tokens = count_valid_tokens(microbatches)  # of all ranks
+        step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
+        for x, y in microbatches:
+            with autocast:
+                losses = parallel.sum_loss(network(x), y)
+            loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
+            step_loss += loss.detach()
+            loss.backward()  # also averages the gradients over the ranks of fsdp
+        parallel.average_gradients()  # over the replicas
+        step.log(loss=step_loss)
+        step.clip_gradients(network.parameters(), cfg.clip)
+        optimizer.step()
+    run.report(TextReport(run, cfg.prompt), LayoutReport.gather(cfg, run, network, meter))
+
+
+if __name__ == "__main__":
+    start(main, Config)

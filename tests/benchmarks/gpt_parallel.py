@@ -1,0 +1,191 @@
+"""Steps of a GPT under each layout of two ranks, against one process and against torch's tensor parallelism.
+
+The default run is also timed from its start to its sample.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from common.ranks.rendezvous import World
+from common.runs.result import parse_result
+from configs.layout import Layout
+from tests.benchmarks.measure import Samples, Task, Team
+from tests.benchmarks.parts import Part, finish, run_of
+from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
+
+NAME = "gpt_parallel"
+WIDTH = 512
+LAYERS = 4
+HEADS = 8
+CONTEXT = 128
+BATCH = 8
+SIZES = (f"width={WIDTH}", f"layers={LAYERS}", f"heads={HEADS}", f"data.context={CONTEXT}", f"batch={BATCH}")
+SETTINGS = (
+    *("tied=false", "evaluate_every=0", "steps=12", "data.test_limit=8", "eval_batch=8", "prompt=d"),
+    *("optim.warmup=0", "optim.decay=constant", "launch.threads=1"),
+)
+SINGLE = "1 process, 1 thread"
+LAYOUTS = {
+    SINGLE: ("replicas=1",),
+    "tensor=2": ("replicas=1", "tensor=2"),
+    "tensor=2 sequence=true": ("replicas=1", "tensor=2", "sequence=true"),
+    "fsdp=2": ("replicas=1", "fsdp=2"),
+    "replicas=2": ("replicas=2",),
+}
+OURS = "tensor=2 in a loop"
+TORCH = "parallelize_module in a loop"
+TEAM_STEPS = 8
+KEEP = ("training_state_share",)
+
+
+def sides(scratch: Path) -> list[Team | Task]:
+    runs: list[Team | Task] = []
+    for label, layout in LAYOUTS.items():
+        runs.append(run_of(scratch, label, NAME, *SIZES, *SETTINGS, *layout, keep=KEEP))
+    return [*runs, Team(2, 1, make_tensor_parallel_sides)]
+
+
+def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
+    """Return steps of the same network under this project's and torch's tensor parallelism, on one mesh."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from common.models.gpt import GPT
+    from common.techniques.parallel_layout import parallelize
+
+    tokens = torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+
+    def build() -> GPT:
+        torch.manual_seed(0)
+        return GPT(CONTEXT, 256, width=WIDTH, layers=LAYERS, heads=HEADS, tied=False)
+
+    def make_side(model: GPT, compute_loss: Callable[[], Any], contexts: Callable[[], Any]) -> Callable[[], float]:
+        # The fused kernel needs divided and replicated parameters in different groups.
+        divided = [parameter for parameter in model.parameters() if hasattr(parameter, "placements")]
+        replicated = [parameter for parameter in model.parameters() if not hasattr(parameter, "placements")]
+        optimizer = torch.optim.AdamW([{"params": divided}, {"params": replicated}], lr=1e-3, fused=True)
+
+        def take_steps() -> float:
+            start = time.perf_counter()
+            for _ in range(TEAM_STEPS):
+                optimizer.zero_grad()
+                with contexts():
+                    compute_loss().backward()
+                optimizer.step()
+            return (time.perf_counter() - start) / TEAM_STEPS
+
+        return take_steps
+
+    import contextlib
+
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    ours = build()
+    parallel = parallelize(ours, Layout(tensor=2), cast(Any, SimpleNamespace(device=world.device)))
+    theirs = build()
+    divide_with_torch(theirs, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+
+    def compute_loss_of_torch() -> Any:
+        return torch.nn.functional.cross_entropy(theirs(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+
+    return {
+        OURS: make_side(ours, lambda: parallel.sum_loss(ours(inputs), targets), contextlib.nullcontext),
+        TORCH: make_side(theirs, compute_loss_of_torch, loss_parallel),
+    }
+
+
+def divide_with_torch(model: Any, mesh: Any) -> None:
+    """Divide a GPT as in torch's tutorial on tensor parallelism, with a loss of divided logits."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {
+        "embedding": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for number in range(LAYERS):
+        for name in ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
+            plan[f"block{number}.{name}"] = ColwiseParallel()
+        for name in ("attention.output", "feed_forward.down"):
+            plan[f"block{number}.{name}"] = RowwiseParallel()
+    parallelize_module(model, mesh, plan)
+
+
+def table(samples: Samples) -> Table:
+    rows = list_step_times(samples)
+    rows.append(at_least("1 process with 1 thread / tensor=2", samples.ratio(SINGLE, "tensor=2"), 1.25))
+    rows.append(at_most("tensor=2 / torch's parallelize_module", samples.ratio(OURS, TORCH), 1.0))
+    for label in LAYOUTS:
+        if label != SINGLE:
+            share = samples.number(label, "training_state_share")
+            row_label = f"parameters, gradients and optimizer state of a rank / of one process: {label}"
+            is_divided = label != "replicas=2"
+            rows.append(at_most(row_label, share, 0.55) if is_divided else Row(row_label, [share]))
+    return make_value_table(rows)
+
+
+def check_losses(scratch: Path, samples: Samples) -> None:
+    """Raise AssertionError if the layouts had other losses than one process."""
+    for label in LAYOUTS:
+        for name in ("first_loss", "last_loss"):
+            for loss, expected in zip(samples.values[label][name], samples.values[SINGLE][name], strict=True):
+                assert abs(loss - expected) < 1e-2 * expected, (label, name)
+
+
+# ---- the default run
+
+
+def run_default(scratch: Path) -> list[Team | Task]:
+    def run(number: int) -> dict[str, float]:
+        start = time.perf_counter()
+        folder = finish(scratch, "default", NAME, "data.test_limit=0", f"seed={number}")
+        seconds = time.perf_counter() - start
+        result = parse_result(folder.result).flatten_values()
+        shutil.rmtree(folder.path.parent)
+        return {"seconds": seconds} | {name: result[name] for name in ("test_loss", "bigram_loss", "bits_per_byte")}
+
+    return [Task("default run", run)]
+
+
+def default_table(samples: Samples) -> Table:
+    side = "default run"
+    rows = [
+        at_most("seconds from the start to the sample", samples.number(side), 180),
+        at_most("test loss / loss of a bigram model", samples.ratio_of(side, "test_loss", "bigram_loss"), 1),
+        Row("test loss, nats per byte", [samples.number(side, "test_loss")]),
+        Row("test loss, bits per byte", [samples.number(side, "bits_per_byte")]),
+        Row("loss of a bigram model, nats per byte", [samples.number(side, "bigram_loss")]),
+    ]
+    return make_value_table(rows)
+
+
+PARTS = [
+    Part(
+        f"{NAME}/step",
+        f"a training step: {' '.join(SIZES)}",
+        sides,
+        table,
+        rounds=7,
+        check=check_losses,
+        facts=(
+            "1 thread per process",
+            "float32",
+            f"width {WIDTH}, {LAYERS} blocks, {BATCH} samples of {CONTEXT} bytes",
+        ),
+    ),
+    Part(
+        f"{NAME}/default",
+        "the default run, from its start to its sample",
+        run_default,
+        default_table,
+        rounds=3,
+        facts=("2 processes with 1 thread each",),
+    ),
+]

@@ -1,0 +1,31 @@
+"""Declarations of gpt_parallel for the shared tests."""
+
+from __future__ import annotations
+
+from configs.gpt_parallel import Config
+from tests.harness.experiments.entry import Entry
+
+SMALL_NETWORK = ("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2")
+VARIED = (*SMALL_NETWORK, "dropout=0.3", "accumulate=3", "masked=0.3", "evaluate_every=7")
+
+ENTRY = Entry(
+    name="gpt_parallel",
+    own_technique="parallel_layout",
+    data_name="text",
+    smallest_settings=(*Config.smallest_settings, "evaluate_every=0"),
+    processes=2,
+    result_keys=("test_loss", "bits_per_byte", "bigram_loss", "text_sha256", "sample", "samples_per_second"),
+    make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3", "accumulate=2"),
+    resume_variants=(
+        (*VARIED, "replicas=1", "tensor=2", "sequence=true"),
+        (*VARIED, "replicas=1", "fsdp=2", "reshard=false"),
+        (*VARIED, "replicas=2"),
+    ),
+    page_settings=SMALL_NETWORK,
+    page_commands_tested_elsewhere={
+        "make sample 'RUN=<id>' 'TEXT=def ' TEMPERATURE=0.7 TOP_K=40": "tests/experiments/test_gpt_parallel.py",
+    },
+    evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=3", "dtype=float64"),),
+    tests_export=True,
+    parity_transports=("memory",),
+)

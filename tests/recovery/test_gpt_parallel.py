@@ -1,0 +1,58 @@
+"""A run of gpt_parallel is resumed with another layout, and its weights are used by another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.commands.processes import Settings, run_experiment
+from tests.harness.environment.randomness import draw_cases
+from tests.harness.experiments.registry import ENTRY_BY_NAME
+from tests.harness.runs.resuming import copy_as_interrupted, resume_run
+
+ENTRY = ENTRY_BY_NAME["gpt_parallel"]
+VARIED = (
+    *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "dropout=0.2", "masked=0.3"),
+    *("accumulate=2", "dtype=float64", "steps=16", "evaluate_every=5"),
+)
+LAYOUT_PAIRS = (
+    ("replicas=1 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=true"),
+    ("replicas=1 fsdp=1 tensor=2 sequence=false", "replicas=1 fsdp=2 tensor=1 sequence=false"),
+    ("replicas=1 fsdp=2 tensor=1 sequence=false", "replicas=2 fsdp=1 tensor=1 sequence=false"),
+    ("replicas=2 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=false"),
+    ("replicas=1 fsdp=2 tensor=2 sequence=true", "replicas=1 fsdp=1 tensor=1 sequence=false"),
+    ("replicas=1 fsdp=1 tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
+)
+
+
+def read_losses(rows: list[dict[str, float]]) -> list[float]:
+    """Return the losses of all steps and evaluations."""
+    return [row.get("loss", row.get("test_loss", 0.0)) for row in rows]
+
+
+@pytest.mark.parametrize(("layout", "new_layout"), draw_cases("gpt-resumes", LAYOUT_PAIRS, 2))
+def test_a_run_is_resumed_with_another_layout(layout: str, new_layout: str, tmp_path: Path, quick: Settings) -> None:
+    """The samples after the resume are those that follow in the text."""
+    uninterrupted = run_experiment(ENTRY.name, *quick, *VARIED, *layout.split(), runs=tmp_path / "uninterrupted")
+    folder = copy_as_interrupted(uninterrupted.folder, 9, tmp_path / "interrupted")
+    resumed = resume_run(ENTRY, folder, *new_layout.split())
+    assert "resumed from step 9" in resumed.stdout
+    losses = read_losses(folder.read_metrics())
+    assert losses == pytest.approx(read_losses(uninterrupted.folder.read_metrics()), abs=1e-9, rel=0)
+    assert len(losses) == 16 + 5  # 13 steps per epoch: evaluated after the steps 5, 10, 13, 15 and 16
+
+
+def test_weights_of_a_layout_are_the_initial_weights_of_another_layout(tmp_path: Path, quick: Settings) -> None:
+    settings = (*quick, *VARIED, "optim.lr=1e-12", "dropout=0")
+    trained = run_experiment(
+        ENTRY.name, *quick, *VARIED, "replicas=1", "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained"
+    )
+    losses = {}
+    for layout in ("replicas=1 tensor=2", "replicas=1"):
+        runs = tmp_path / layout.replace(" ", "-")
+        weights = f"weights={trained.folder.path}"
+        completed = run_experiment(ENTRY.name, *settings, weights, *layout.split(), runs=runs)
+        losses[layout] = completed.result["test_loss"]
+    assert losses["replicas=1 tensor=2"] == pytest.approx(losses["replicas=1"], abs=1e-9, rel=0)
+    assert losses["replicas=1"] == pytest.approx(trained.result["test_loss"], abs=1e-6, rel=0)
