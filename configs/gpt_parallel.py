@@ -106,6 +106,9 @@ class Config(TrainingExperiment):
             self.size.check()
         elif self.layout.tensor > 1 or self.layout.fsdp > 1:
             raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
+        elif self.dropout:
+            remedy = "omit dropout, or add dropout layers to the custom network"
+            raise ValueError(f"dropout={self.dropout:g} applies to model=gpt only; {remedy}")
         divisor = self.layout.data_shards * self.accumulate
         if self.batch % divisor:
             problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"

@@ -122,6 +122,7 @@ INVALID_SETTINGS = {
     "data.name=mnist": "model=gpt needs text ... use data.name=text",
     "loss=mse": "loss=mse is not available for text",
     "tensor=2 model=net.py:Net": "tensor and fsdp divide model=gpt only",
+    "dropout=0.2 model=net.py:Net": "dropout=0.2 applies to model=gpt only",
     "data.context=1": "data.context=1 ... int from 2",
     "data.augment=crop": "data.augment=crop needs images, but data.name=text has none",
 }
