@@ -39,8 +39,8 @@ class NetworkSize:
     @property
     def divided_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by the names of their settings."""
-        sizes = {"heads": self.heads, "key_value_heads": self.key_value_heads or self.heads}
-        return sizes | {"hidden": self.hidden, "the vocabulary size": VOCABULARY}
+        key_value_heads = self.key_value_heads or self.heads
+        return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": self.hidden}
 
     def check(self) -> None:
         """Raise ValueError if the sizes cannot be divided among the heads."""
@@ -97,15 +97,19 @@ class Config(TrainingExperiment):
 
     def check(self) -> None:
         super().check()
+        is_divided = self.layout.tensor > 1 or self.layout.fsdp > 1
+        if is_divided and self.model != "gpt":
+            raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
+        if VOCABULARY % self.layout.tensor:
+            problem = f"tensor={self.layout.tensor} does not divide the vocabulary of {VOCABULARY} bytes evenly"
+            raise ValueError(f"{problem}; use tensor=2, 4, 8, 16, 32 or 64")
         if self.dtype == "float64" and self.precision == "bf16":
             raise ValueError("precision=bf16 cannot be combined with dtype=float64; omit one of them")
         if self.loss != "cross_entropy":
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":
             self.size.check()
-        elif self.layout.tensor > 1 or self.layout.fsdp > 1:
-            raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
         elif self.dropout:
             remedy = "omit dropout, or add dropout layers to the custom network"
             raise ValueError(f"dropout={self.dropout:g} applies to model=gpt only; {remedy}")

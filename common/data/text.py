@@ -32,20 +32,18 @@ REMEDY = "set data.root to a UTF-8 text file, or to a folder of text files"
 def prepare_text(data: Data, code: Path | None = None) -> prepare.PreparedDataset:
     """Find or prepare the text in `data.root`. The value none selects the source text of the standard library.
 
-    The default folder of other data sets does the same.
-
-    `code` is the source folder of a resumed run, which contains no text.
+    `code`, the source folder of a resumed run, is not used, because it contains no text.
 
     Raises UserError if there is no text, if a file is not UTF-8 text, or if the text is shorter than two samples.
     """
-    is_default_root = data.root in ("none", Data.root, os.environ.get("DATA_ROOT"))
-    files = list_library_files() if is_default_root else list_text_files(Path(data.root))
+    is_library = data.root == "none"
+    files = list_library_files() if is_library else list_text_files(Path(data.root))
     state = f"{fingerprint_files(files)} context {data.context} version {TEXT_VERSION}"
 
     def write_arrays(folder: Path) -> str:
         text = read_text(files)
         origin: dict[str, Any] = {"files": len(files), "bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
-        if is_default_root:
+        if is_library:
             origin |= {"source": "Python's standard library", "license": LIBRARY_LICENSE}
         write_samples(folder, np.frombuffer(text, np.uint8), data, origin)
         return ""

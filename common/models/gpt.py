@@ -83,10 +83,6 @@ class Attention(nn.Module):
         self.cache: KeyValueCache | None = None
         """Keys and values of earlier tokens; None unless the model generates text."""
 
-    def start_cache(self, cache: KeyValueCache | None) -> None:
-        """Keep the keys and values of later calls in an empty cache; None computes each text by itself again."""
-        self.cache = cache
-
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [N, T, width] to attended tokens [N, T, width]."""
         past = self.cache.length if self.cache is not None else 0

@@ -34,12 +34,12 @@ class NextTokenPredictor:
     def start_caches(self) -> None:
         """Start with empty caches of keys and values."""
         for block in self.blocks:
-            block.attention.start_cache(KeyValueCache())
+            block.attention.cache = KeyValueCache()
 
     def remove_caches(self) -> None:
         """Remove the caches, so that the model computes full texts again."""
         for block in self.blocks:
-            block.attention.start_cache(None)
+            block.attention.cache = None
 
     @torch.no_grad()
     def predict(self, new_tokens: Sequence[int]) -> Tensor:
@@ -114,7 +114,7 @@ def sample_text(
     An empty text is replaced by a line break. Bytes that are not valid UTF-8 are replaced, and control characters other
     than line breaks and tabs are omitted, because a terminal could execute them.
     """
-    prompt = list((text or "\n").encode())
+    prompt = list((text or "\n").encode(errors="surrogateescape"))  # bytes of the command line may not be UTF-8
     sampled = sample_tokens(model, context, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
     joined = bytes([*prompt, *sampled]).decode(errors="replace")
     return "".join(char for char in joined if char.isprintable() or char in "\n\t")

@@ -112,6 +112,7 @@ INVALID_SETTINGS = {
     "width=100 heads=8": "width=100 cannot be divided into heads=8 ... use width=96 or 112",
     "heads=4 key_value_heads=3": "heads=4 cannot be divided evenly among key_value_heads=3",
     "tensor=3 replicas=1": "heads=4 cannot be divided evenly by tensor=3",
+    "tensor=3 replicas=1 heads=6 width=96": "tensor=3 does not divide the vocabulary of 256 bytes evenly; use tensor=2",
     "tensor=2 key_value_heads=1": "key_value_heads=1 cannot be divided evenly by tensor=2",
     "tensor=2 hidden=33": "hidden=33 cannot be divided evenly by tensor=2; use hidden=32 or 34",
     "tensor=2 sequence=true data.context=33": "context=33 cannot be divided evenly by tensor=2",

@@ -42,9 +42,12 @@ class TextReport:
         bigram = self.facts["bigram_loss"]
         unigram = self.facts["unigram_loss"]
         relation = "below" if self.run.scores["test_loss"] < bigram else "not below"
+        comparison = f"the test loss is {relation} that of a bigram model, {bigram:.4f} (unigram {unigram:.4f})"
+        if self.run.scores["test_samples"] * self.run.sample_shape[0] < self.facts["test_tokens"]:
+            comparison = "not compared, because only a part of the held-out text was evaluated"
         return {
             "bits per byte": f"{self.run.scores['bits_per_byte']:.4f}",
-            "bigram model": f"the test loss is {relation} that of a bigram model, {bigram:.4f} (unigram {unigram:.4f})",
+            "bigram model": comparison,
             "sample": self.sample,
         }
 

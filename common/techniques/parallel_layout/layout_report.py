@@ -77,6 +77,8 @@ class LayoutReport:
     tokens_per_step: int
     flops_per_token: int
     """Floating-point operations; 0 without formulas."""
+    matrix_rate: float
+    """Sum of the rates of a matrix product on all ranks in FLOP/s, measured at the same time."""
 
     @classmethod
     def gather(cls, cfg: Config, run: Run, model: nn.Module, meter: StepMeter) -> LayoutReport:
@@ -90,13 +92,19 @@ class LayoutReport:
             shape = describe_shape(cfg, model)
             sizes = list_parameter_sizes(model)
             predicted = layout_formulas.predict_state_bytes(sizes, cfg.layout, shape.element_bytes)
-            predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
-            predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
             full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
             full_state_bytes = sum(full_state.values())
+            if cfg.optim.name not in ("adam", "adamw"):
+                del predicted["optimizer"]
+                full_state_bytes = 0
+            if cfg.precision != "bf16":  # the formulas count numbers of one size
+                predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
+                predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
             flops = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
         tokens = cfg.batch * run.sample_shape[0]
-        return cls(run, cfg.layout, memory, sent_bytes, predicted, full_state_bytes, tokens, flops)
+        dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
+        rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))
+        return cls(run, cfg.layout, memory, sent_bytes, predicted, full_state_bytes, tokens, flops, rate)
 
     def rows(self) -> Mapping[str, str]:
         if not self.memory[0]:
@@ -115,7 +123,7 @@ class LayoutReport:
         if "tokens_per_second" in measured:
             rows["tokens"] = f"{measured['tokens_per_second']:,.0f} tokens/s"
         if "model_flops_utilization" in measured:
-            rows["MFU"] = f"{measured['model_flops_utilization']:.1%} of the rate of a matrix product on each rank"
+            rows["MFU"] = f"{measured['model_flops_utilization']:.1%} of the rate of a matrix product on all ranks"
         return rows
 
     def _list_categories(self) -> dict[str, int]:
@@ -134,8 +142,7 @@ class LayoutReport:
         if seconds:
             measured["tokens_per_second"] = self.tokens_per_step / seconds
         if seconds and self.flops_per_token:
-            rate = measure_matrix_rate(self.run.dtype, self.run.device) * self.layout.ranks
             flops = self.flops_per_token * self.tokens_per_step / seconds
-            measured["model_flops_utilization"] = flops / rate
+            measured["model_flops_utilization"] = flops / self.matrix_rate
         formulas = {f"predicted_{name}_bytes": size for name, size in self.predicted.items()}
         return ReportData(outcome=formulas, measured=measured)

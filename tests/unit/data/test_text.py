@@ -107,7 +107,7 @@ def test_the_loss_of_text_is_the_mean_over_tokens(tmp_path: Path) -> None:
 
 
 def test_the_default_text_is_the_source_of_the_standard_library_with_its_license(tmp_path: Path) -> None:
-    settings = Data(name="text", cache=str(tmp_path / "cache"), context=64)
+    settings = Data(name="text", root="none", cache=str(tmp_path / "cache"), context=64)
     facts = read_text_facts(prepare.prepare_dataset(settings))
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     content = b"".join(file.read_bytes() for file in files)
@@ -158,7 +158,7 @@ def test_a_missing_text_is_refused(tmp_path: Path) -> None:
 def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(UserError, match=r"has no source files \(\*\.py\); set data\.root to a UTF-8 text file"):
-        prepare.prepare_dataset(Data(name="text", cache=str(tmp_path / "cache")))
+        prepare.prepare_dataset(Data(name="text", root="none", cache=str(tmp_path / "cache")))
 
 
 def test_the_shortest_text_has_one_sample_in_each_part(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -94,6 +95,11 @@ def test_samples_depend_on_the_seed_and_leave_the_model_unchanged() -> None:
 
 def test_a_network_without_caches_computes_all_tokens_again() -> None:
     assert sample_tokens(RepeatLast(), 4, [10], 5, temperature=0) == [11, 13, 16, 20, 22]
+
+
+def test_a_prompt_may_contain_any_bytes() -> None:
+    prompt = os.fsdecode(b"caf\xe9")  # as Python decodes an argument that is not UTF-8
+    assert sample_text(build_gpt(), CONTEXT, prompt, tokens=2).startswith("caf�")
 
 
 def test_temperature_and_top_k_limit_the_choices() -> None:
