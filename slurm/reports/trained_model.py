@@ -48,6 +48,8 @@ DATA_KEYS = (
 )
 EFFECTIVE_KEYS = ("eval_batch", *(f"data.{name}" for name in DATA_KEYS))  # settings that affect an evaluation
 LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # maximum relative difference of the losses
+AUTOCAST_LOSS_TOLERANCE = {"bf16": 1e-3, "fp16": 1e-4}
+"""The same with autocast. If the ranks of a run added up partial products, they rounded these to the lower precision."""
 OUTPUT_TOLERANCE = {"torch.export": 1e-6, "onnx": 1e-4}  # maximum difference, relative to the largest output
 FILE_SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
 EXPORT_SAMPLES = 7  # number of random inputs used to check an exported model
@@ -96,7 +98,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     print(f"model       {folder.path / MODEL_FILE}")
     print(f"            {facts['class']}, {parameters:,} parameters, {facts['dtype']}, after step {facts['step']}")
     print(f"data        {data.name}, {scores['test_samples']} test samples from {data.path}")
-    tolerance = LOSS_TOLERANCE[facts["dtype"]]
+    tolerance = AUTOCAST_LOSS_TOLERANCE.get(facts["precision"], LOSS_TOLERANCE[facts["dtype"]])
     if device.type != run_device:
         print(f"device      {device}; the run was evaluated on {run_device}, which rounds differently")
         tolerance = math.inf

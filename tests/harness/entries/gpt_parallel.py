@@ -25,7 +25,7 @@ ENTRY = Entry(
     page_commands_tested_elsewhere={
         "make sample 'RUN=<id>' 'TEXT=def ' TEMPERATURE=0.7 TOP_K=40": "tests/experiments/test_gpt_parallel.py",
     },
-    evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=3", "dtype=float64"),),
+    evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=1", "tensor=2", "precision=bf16"),),
     tests_export=True,
     parity_transports=("memory",),
 )
