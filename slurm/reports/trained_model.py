@@ -49,7 +49,7 @@ DATA_KEYS = (
 EFFECTIVE_KEYS = ("eval_batch", *(f"data.{name}" for name in DATA_KEYS))  # settings that affect an evaluation
 LOSS_TOLERANCE = {"float32": 1e-6, "float64": 1e-12}  # maximum relative difference of the losses
 AUTOCAST_LOSS_TOLERANCE = {"bf16": 1e-3, "fp16": 1e-4}
-"""The same with autocast. If the ranks of a run added up partial products, they rounded these to the lower precision."""
+"""The same with autocast. If ranks added up partial products, they rounded these to the lower precision."""
 OUTPUT_TOLERANCE = {"torch.export": 1e-6, "onnx": 1e-4}  # maximum difference, relative to the largest output
 FILE_SUFFIX = {"torch.export": "pt2", "onnx": "onnx"}
 EXPORT_SAMPLES = 7  # number of random inputs used to check an exported model
