@@ -6,11 +6,12 @@ the token that follows it. The last part of the text is held out as the test par
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +79,21 @@ def list_text_files(root: Path) -> list[Path]:
     return files
 
 
+@contextlib.contextmanager
+def name_unreadable_file(file: Path) -> Iterator[None]:
+    """Raise UserError with the name of the file instead of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove this file") from None
+
+
 def fingerprint_files(files: Sequence[Path]) -> str:
     """Return a string that changes whenever a file is added, removed or replaced."""
     lines = []
     for file in files:
-        try:
+        with name_unreadable_file(file):
             status = file.stat()
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove this file") from None
         lines.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n")
     return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 
@@ -94,10 +102,8 @@ def read_text(files: Sequence[Path]) -> bytes:
     """Return the joined content of text files. Raises UserError if a file is not UTF-8 text."""
     parts = []
     for file in files:
-        try:
+        with name_unreadable_file(file):
             content = file.read_bytes()
-        except OSError as error:
-            raise UserError(f"{file} cannot be read ({error.strerror}); repair or remove this file") from None
         if b"\0" in content:
             raise UserError(f"{file} is a binary file, not text; {REMEDY}", cause=Cause.DAMAGED_DATA)
         try:
@@ -142,8 +148,8 @@ def cut_samples(tokens: np.ndarray, context: int) -> tuple[np.ndarray, np.ndarra
     Each target is the token that follows the input at the same position.
     """
     count = max(0, len(tokens) - 1) // context
-    used = count * context
-    return tokens[:used].reshape(count, context), tokens[1 : used + 1].reshape(count, context)
+    input_count = count * context
+    return tokens[:input_count].reshape(count, context), tokens[1 : input_count + 1].reshape(count, context)
 
 
 def compute_unigram_loss(train: np.ndarray, test: np.ndarray) -> float:

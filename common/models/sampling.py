@@ -47,9 +47,9 @@ class NextTokenPredictor:
         new = list(new_tokens)
         is_full = len(self.tokens) + len(new) > self.context
         if is_full:
-            kept = self.tokens + new
+            all_tokens = self.tokens + new
             self.tokens = []
-            new = kept[-max(1, self.context // 2) :]
+            new = all_tokens[-max(1, self.context // 2) :]
         if not self.tokens:
             self.start_caches()
         self.tokens += new

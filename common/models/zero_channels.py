@@ -131,28 +131,28 @@ def remove_channels_of_link(link: Link, consumed: Tensor) -> None:
         is_removed &= constants == 0
     if is_removed.all():
         is_removed[0] = False
-    kept = (~is_removed).nonzero().flatten()
+    remaining = (~is_removed).nonzero().flatten()
 
     if consumer.bias is not None:
         effects = columns[:, is_removed].sum(2).double() @ constants[is_removed].double()
         consumer.bias.add_(effects.to(consumer.bias))
-    weight = columns[:, kept].reshape(len(consumer.weight), -1, *consumer.weight.shape[2:])
+    weight = columns[:, remaining].reshape(len(consumer.weight), -1, *consumer.weight.shape[2:])
     consumer.weight = nn.Parameter(weight, requires_grad=False)
     for layer in (producer, *link.norms):
-        select_channels(layer, kept)
+        select_channels(layer, remaining)
     if isinstance(consumer, nn.Conv2d):
         consumer.in_channels = consumer.weight.size(1)
     else:
         consumer.in_features = consumer.weight.size(1)
 
 
-def select_channels(layer: nn.Module, kept: Tensor) -> None:
+def select_channels(layer: nn.Module, remaining: Tensor) -> None:
     """Keep only some of the output channels of a layer."""
     for name, parameter in list(layer.named_parameters(recurse=False)):
-        setattr(layer, name, nn.Parameter(parameter[kept].clone(), requires_grad=False))
+        setattr(layer, name, nn.Parameter(parameter[remaining].clone(), requires_grad=False))
     for name, buffer in list(layer.named_buffers(recurse=False)):
         if buffer.dim():
-            layer.register_buffer(name, buffer[kept].clone())
+            layer.register_buffer(name, buffer[remaining].clone())
     for name in ("out_features", "out_channels", "num_features"):
         if hasattr(layer, name):
-            setattr(layer, name, len(kept))
+            setattr(layer, name, len(remaining))

@@ -72,6 +72,7 @@ def build_gpt(cfg: Any) -> nn.Module:
         layers=size.layers,
         heads=size.heads,
         key_value_heads=size.key_value_heads,
+        hidden=size.hidden,
         activation=size.activation,
         tied=size.tied,
         dropout=cfg.dropout,
