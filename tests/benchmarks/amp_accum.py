@@ -222,7 +222,6 @@ PRECISIONS_PART = Part(
     "ConvNet on digits, batch 64, 40 steps: precision, microbatches, and when gradients are exchanged",
     precision_sides,
     precision_table,
-    rounds=3,
     facts=("2 processes with 1 thread each", "batch size 64"),
 )
 EXCHANGE_PART = Part(
@@ -238,7 +237,6 @@ GPU_PART = Part(
     "ResNet-50 at 224 px, batch 256, on one GPU",
     card_sides,
     card_table,
-    rounds=3,
     facts=("batch size 256",),
     missing=no_gpu,
 )

@@ -25,7 +25,7 @@ from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.benchmarks.measure import Samples, Task
-from tests.benchmarks.parts import QUIET, Part, environment
+from tests.benchmarks.parts import Part, environment
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 CALLS = {
@@ -71,7 +71,7 @@ def run_elastic(scratch: Path, label: str) -> Task:
 
     def run(number: int) -> dict[str, float]:
         runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-        settings = [*QUIET, *BRIEF, *SIZES[label], "elastic=true", "launch.device=cpu", f"runs={runs}"]
+        settings = [*BRIEF, *SIZES[label], "elastic=true", "launch.device=cpu", f"runs={runs}"]
         command = [sys.executable, "-m", "tests.benchmarks.elastic_cost", *settings]
         subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
         (path,) = runs.iterdir()

@@ -185,7 +185,6 @@ PARTS = [
         "the default run, from its start to its sample",
         run_default,
         default_table,
-        rounds=3,
         facts=("2 processes with 1 thread each",),
     ),
 ]

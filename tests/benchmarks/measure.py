@@ -27,7 +27,7 @@ from configs.shared import Launch
 
 NOISY = 0.1  # share of the machine used by others during a turn, above which its round is disturbed
 SLACK = 0.03  # seconds: the resolution of /proc
-ENOUGH = 3  # undisturbed rounds
+ENOUGH = 5  # undisturbed rounds
 PATIENCE = 600.0  # seconds for one turn
 Side = Callable[[], float]
 Values = Mapping[str, float]

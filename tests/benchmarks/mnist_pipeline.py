@@ -401,7 +401,7 @@ KEEP = ["idle_share"]
 THREADS = "1 thread per process unless the table states otherwise"
 
 PARTS = [
-    Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, rounds=1, attachments=read_output),
+    Part(f"{NAME}/run", "make exp NAME=mnist_pipeline", run_side, run_table, attachments=read_output),
     Part(
         f"{NAME}/schedules",
         "width 128, batch 64, 4 microbatches: engines and schedules in two processes",
@@ -425,7 +425,6 @@ PARTS = [
         "from which width on two processes beat one: 1F1B, batch 1024, 4 microbatches",
         width_sides,
         width_table,
-        rounds=3,
         facts=(THREADS, "batch size 1024"),
     ),
     Part(

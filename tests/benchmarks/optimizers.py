@@ -118,7 +118,6 @@ PARTS = [
         f"a multilayer perceptron on MNIST, {EPOCHS} epochs, by batch: the best of {len(RATES[SGD])} learning rates",
         sides,
         table,
-        rounds=3,
         facts=("2 runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
         missing=no_mnist,
     )

@@ -23,6 +23,7 @@ from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
 from tests.harness.commands.processes import select_applicable_settings
 
+# Settings of training loops that are compared with loops of other libraries, which track and save nothing.
 QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 BRIEF = ("data.test_limit=1000",)
 RUN_SECONDS = 1800.0  # after which a run counts as hung
@@ -89,7 +90,7 @@ def finish(
     With `nodes` it is submitted to the cluster that `env` leads to.
     """
     runs = Path(tempfile.mkdtemp(prefix="run-", dir=scratch))
-    arguments = select_applicable_settings(experiment, [*QUIET, *BRIEF, *settings, f"runs={runs}"])
+    arguments = select_applicable_settings(experiment, [*BRIEF, *settings, f"runs={runs}"])
     command = [sys.executable, f"experiments/{experiment}.py", *arguments]
     if nodes:
         options = [f"--nodes={nodes}", "--follow=1", f"--args={shlex.join(arguments)}"]
@@ -106,7 +107,7 @@ def finish(
     return RunFolder(path)
 
 
-def environment(wandb: str = "disabled") -> dict[str, str]:
+def environment(wandb: str = "offline") -> dict[str, str]:
     """Return the environment of a run without variables of a cluster, an account or `make bench`; with W&B's mode."""
     foreign = ("WANDB_", "SLURM_", "MAKE", "MFLAGS")
     variables = {name: text for name, text in os.environ.items() if not name.startswith(foreign)}

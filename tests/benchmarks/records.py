@@ -56,9 +56,6 @@ class Table:
     rows: Sequence[Row]
 
 
-GOAL_TOLERANCE = 0.05  # a goal missed by no more counts as met
-
-
 def at_least(label: str, number: Number, bound: float) -> Row:
     """Return a row whose number should be at least `bound`."""
     return Row(label, [number], bound, at_least=True)
@@ -177,16 +174,11 @@ def is_disturbed(part: Mapping[str, Any]) -> bool:
 
 
 def verdict(row: Json) -> str:
-    """Return `met`, `met within 5 %` or `missed`."""
+    """Return `met` or `missed`."""
     goal = row["goal"]
-    bound = goal["bound"]
     value = row["cells"][0]["value"]
-    sign = 1 if goal["at_least"] else -1
-    if sign * value >= sign * bound:
-        return "met"
-    if sign * value >= sign * bound - GOAL_TOLERANCE * bound:
-        return f"met within {100 * GOAL_TOLERANCE:.0f} %"
-    return "missed"
+    is_met = value >= goal["bound"] if goal["at_least"] else value <= goal["bound"]
+    return "met" if is_met else "missed"
 
 
 def lines_of(part: Mapping[str, Any]) -> list[list[str]]:

@@ -140,7 +140,6 @@ PARTS = [
         "ResNet-18, 32 px, batch 64: unsplit with 2 threads, naive and pipelined in two stages with 1 thread each",
         mode_sides,
         mode_table,
-        rounds=3,
         facts=("2 threads in total", "batch size 64"),
         attachments=timelines("naive", "pipelined, 16"),
     ),

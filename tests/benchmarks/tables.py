@@ -30,6 +30,7 @@ from common.config.config import ROOT
 from common.runs.folder import write_atomic, write_json
 from common.system.errors import UserError, exit_on_user_error
 from tests.benchmarks import figures, labels, records
+from tests.benchmarks.measure import ENOUGH
 
 MARKER = r"<!-- (measured|output|value|figure) ([^|\n]+?)(?: \| ([^|\n]+?)(?: \| ([^|\n]+?))?)? -->"
 MARKED = re.compile(MARKER + r"(.*?)<!-- end -->", re.DOTALL)
@@ -143,16 +144,28 @@ def publish(file: Path, names: Sequence[str], folder: Path = records.RECORDED) -
     """Add the parts of a record with these names, all without names, to those that pages show.
 
     They replace those of the same day that other machines recorded, of which the date does not say which are newer.
+    Raises UserError, and publishes nothing, if a part has fewer than ENOUGH undisturbed rounds.
     """
     content = json.loads(file.read_text())
     to = folder / file.name
     known = json.loads(to.read_text())["parts"] if to.exists() else {}
     chosen = {name: part for name, part in content["parts"].items() if not names or name in names}
+    for name, part in chosen.items():
+        require_enough_rounds(name, part)
     write_json(to, content | {"parts": known | chosen})
     for other in set(folder.glob(f"{content['date']}-*.json")) - {to}:
         record = json.loads(other.read_text())
         kept = {name: part for name, part in record["parts"].items() if name not in chosen}
         write_json(other, record | {"parts": kept})
+
+
+def require_enough_rounds(name: str, part: Mapping[str, Any]) -> None:
+    """Raise UserError if a part was measured in rounds, and too few of them were undisturbed."""
+    if "samples" in part and part["undisturbed"] < ENOUGH:
+        raise UserError(
+            f"{name} has {part['undisturbed']} undisturbed rounds, but a published table needs {ENOUGH}; "
+            f"repeat `{part['command']}` on a quiet machine, with more MINUTES"
+        )
 
 
 def main(words: Sequence[str] = ()) -> None:

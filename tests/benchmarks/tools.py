@@ -77,7 +77,7 @@ def make_start_task(scratch: Path, name: str, command: Command) -> Task:
     def run(number: int) -> dict[str, float]:
         runs = Path(tempfile.mkdtemp(dir=scratch))
         arguments = command([f"runs={runs}", "steps=30", "data.test_limit=1000"])
-        return {"seconds": measure_first_row(runs, arguments, environment("offline"))}
+        return {"seconds": measure_first_row(runs, arguments, environment())}
 
     return Task(name, run)
 
@@ -218,5 +218,5 @@ PARTS = [
         drop=1,
         missing=no_slurm,
     ),
-    Part("tools/reading", f"reading {RUN_COUNT} runs of {STEPS_PER_RUN} steps", reading_sides, reading_table, rounds=3),
+    Part("tools/reading", f"reading {RUN_COUNT} runs of {STEPS_PER_RUN} steps", reading_sides, reading_table),
 ]
