@@ -240,7 +240,7 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> Experi
     Raises UserError if other settings are incompatible with the number in the profile.
     """
     ranks = find_group(settings, RanksPerNode)
-    if ranks is None or ranks.processes_per_node != 0:
+    if ranks is None or ranks.is_set:
         return settings
     settings = config_keys.replace_values(settings, {"processes_per_node": profile.ranks_per_node})
     try:

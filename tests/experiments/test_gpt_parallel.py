@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from common.config import config
+from common.config.config import StartedRanks
 from configs.gpt_parallel import Config
+from configs.profile import Profile
+from slurm.launch import submit
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import FinishedRun, run_experiment
@@ -111,11 +114,14 @@ def test_a_custom_network_is_trained_and_sampled(tmp_path: Path) -> None:
 INVALID_SETTINGS = {
     "width=100 heads=8": "width=100 cannot be divided into heads=8 ... use width=96 or 112",
     "heads=4 key_value_heads=3": "heads=4 cannot be divided evenly among key_value_heads=3",
-    "tensor=3 replicas=1": "heads=4 cannot be divided evenly by tensor=3",
-    "tensor=3 replicas=1 heads=6 width=96": "tensor=3 does not divide the vocabulary of 256 bytes evenly; use tensor=2",
+    "tensor=3": "heads=4 cannot be divided evenly by tensor=3",
+    "tensor=3 heads=6 width=96": "tensor=3 does not divide the vocabulary of 256 bytes evenly; use tensor=2",
     "tensor=2 key_value_heads=1": "key_value_heads=1 cannot be divided evenly by tensor=2",
     "tensor=2 hidden=33": "hidden=33 cannot be divided evenly by tensor=2; use hidden=32 or 34",
     "tensor=2 sequence=true data.context=33": "context=33 cannot be divided evenly by tensor=2",
+    "processes_per_node=3 tensor=2": "launch.nodes=1 x processes_per_node=3 = 3, cannot be divided evenly by fsdp=1 x "
+    "tensor=2; use processes_per_node=2 or a multiple of 2",
+    "processes_per_node=3 replicas=2": "processes_per_node=3 = 3, differs from replicas=2 x fsdp=1 x tensor=1; set",
     "sequence=true": "sequence=true divides the tokens ... set tensor=2",
     "reshard=false": "reshard=false applies to fsdp only",
     "batch=25": "batch=25 cannot be divided evenly by fsdp=1 x replicas=2; use batch=24 or 26",
@@ -127,6 +133,59 @@ INVALID_SETTINGS = {
     "data.context=1": "data.context=1 ... int from 2",
     "data.augment=crop": "data.augment=crop needs images, but data.name=text has none",
 }
+
+
+LAYOUTS = {
+    "": (2, 2),
+    "replicas=1": (1, 1),
+    "tensor=2": (2, 1),
+    "fsdp=2 tensor=2": (4, 1),
+    "fsdp=2 replicas=2": (4, 2),
+    "launch.nodes=2": (2, 2),
+    "launch.nodes=2 tensor=2": (2, 1),
+    "launch.nodes=4 tensor=2": (4, 2),
+    "processes_per_node=4 tensor=2": (4, 2),
+}
+
+
+@pytest.mark.parametrize("settings, expected", LAYOUTS.items())
+def test_the_number_of_ranks_follows_from_the_layout(settings: str, expected: tuple[int, int]) -> None:
+    cfg = load_settings(*settings.split())
+    assert (cfg.processes, cfg.layout.replicas) == expected
+
+
+STARTED_RANKS = (
+    ("", 4, 2, 4),
+    ("tensor=2", 4, 2, 2),
+    ("tensor=2", 2, 1, 1),
+    ("fsdp=2 tensor=2", 4, 1, 1),
+)
+
+
+@pytest.mark.parametrize("settings, ranks, nodes, replicas", STARTED_RANKS)
+def test_replicas_use_the_ranks_that_another_launcher_has_started(
+    settings: str, ranks: int, nodes: int, replicas: int
+) -> None:
+    cfg = config.load_config(Config, settings.split(), {}, StartedRanks(ranks, nodes))
+    assert (cfg.processes, cfg.launch.nodes, cfg.layout.replicas) == (ranks, nodes, replicas)
+
+
+def test_ranks_of_another_launcher_that_do_not_fit_are_refused() -> None:
+    with expect_refusal("processes_per_node=3 = 3, cannot be divided evenly by fsdp=1 x tensor=2"):
+        config.load_config(Config, ["tensor=2"], {}, StartedRanks(3, 1))
+    cfg = config.load_config(Config, ["tensor=2", "replicas=1"], {}, StartedRanks(3, 1))
+    assert cfg.processes == 2, "an explicit layout is compared with the started ranks later"
+
+
+@pytest.mark.parametrize("ranks_per_node, nodes, replicas", [(1, 2, 1), (4, 1, 2)])
+def test_replicas_use_the_ranks_of_a_cluster_profile(ranks_per_node: int, nodes: int, replicas: int) -> None:
+    settings = load_settings("tensor=2", f"launch.nodes={nodes}")
+    resolved = submit.resolve_processes_per_node(settings, Profile(processes=ranks_per_node))
+    assert resolved.processes == ranks_per_node * nodes
+    assert isinstance(resolved, Config)
+    assert resolved.layout.replicas == replicas
+    explicit = load_settings("tensor=2", "replicas=1")
+    assert submit.resolve_processes_per_node(explicit, Profile(processes=4)) == explicit
 
 
 @pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
