@@ -6,15 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from configs.batch_plan import BatchPlan, format_nearest_multiples
+from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
 from configs.networks import network_field
 from configs.shared import InitialWeights, TrainingExperiment
 
-VOCABULARY = 256
-"""Number of values of a byte."""
+BYTE_VOCABULARY = 256
+"""Number of different tokens of a text whose tokens are bytes."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Config(TrainingExperiment):
 
     model: str = network_field("gpt", "gpt")
     """Network to train. gpt is a decoder-only transformer. FILE.py:Class is a custom network, which maps tokens int64
-    [N, T] to logits [N, T, 256]; its ranks can only be replicas."""
+    [N, T] to logits [N, T, vocabulary]; its ranks can only be replicas."""
     size: NetworkSize = flat(NetworkSize)
     dropout: float = between(0, 0.95, 0)
     """Dropout probability for token vectors and for the branches of each block. The mask of a value depends only on its
@@ -169,9 +169,8 @@ class Config(TrainingExperiment):
         if is_divided and self.model != "gpt":
             raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
-        if VOCABULARY % self.layout.tensor:
-            problem = f"tensor={self.layout.tensor} does not divide the vocabulary of {VOCABULARY} bytes evenly"
-            raise ValueError(f"{problem}; use tensor=2, 4, 8, 16, 32 or 64")
+        if self.data.tokenizer == "none":
+            self.check_vocabulary(BYTE_VOCABULARY)
         if self.dtype == "float64" and self.precision == "bf16":
             raise ValueError("precision=bf16 cannot be combined with dtype=float64; omit one of them")
         if self.loss != "cross_entropy":
@@ -186,3 +185,10 @@ class Config(TrainingExperiment):
             problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
             shards = f" of fsdp x replicas = {self.layout.data_shards} shards"
             raise ValueError(f"{problem}{shards}; use batch={format_nearest_multiples(self.batch, divisor)}")
+
+    def check_vocabulary(self, size: int) -> None:
+        degree = self.layout.tensor
+        if size % degree:
+            valid = [divisor for divisor in list_divisors(size) if divisor <= degree]
+            problem = f"tensor={degree} does not divide the vocabulary of {size} tokens evenly"
+            raise ValueError(f"{problem}; use tensor={valid[-1]}, or another tokenizer")

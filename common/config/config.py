@@ -73,6 +73,7 @@ FIXED_KEYS = (
     "transports",
     "optim.name",
     "data.name",
+    "data.tokenizer",
     "data.train_limit",
     "data.image_size",
     "data.samples",

@@ -124,7 +124,7 @@ def prepare_run_folder(
     with remove_folder_on_error(folder):
         record_resolved_settings(folder.path, prepare.list_replaced_settings(settings, dataset))
         provenance.copy_source(folder)
-        dataset.copy_user_data_file(folder.path / "code")
+        dataset.copy_user_files(folder.path / "code")
         provenance.copy_custom_files(settings, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, dataset.to_dict())
