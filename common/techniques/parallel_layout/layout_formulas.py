@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.models.gpt import ShardDims
 from configs.layout import Layout
 
 ADAM_STATES = 2
@@ -46,18 +47,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """Shape of a parameter, and the dimension that tensor parallelism divides, or None."""
+    """Shape of a parameter, and the dimensions in which it is divided among ranks."""
 
     shape: tuple[int, ...]
-    tensor_dim: int | None
+    dims: ShardDims
 
     def count_local(self, layout: Layout) -> int:
-        """Return the number of values that the first rank stores. fully_shard divides the first dimension."""
+        """Return the number of values that the first rank stores. An uneven division gives it the largest shard."""
         sizes = list(self.shape)
-        if self.tensor_dim is not None:
-            sizes[self.tensor_dim] //= layout.tensor
-        sizes[0] = -(-sizes[0] // layout.fsdp)
+        if self.dims.tensor is not None:
+            sizes[self.dims.tensor] //= layout.tensor
+        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.fsdp)
         return math.prod(sizes)
+
+    def count_gathered(self, layout: Layout) -> int:
+        """Return the number of values after the shards of fsdp are gathered, which are padded to equal sizes."""
+        return layout.fsdp * self.count_local(layout)
 
 
 def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> dict[str, int]:
@@ -65,6 +70,31 @@ def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout,
     stored = element_bytes * sum(size.count_local(layout) for size in parameters.values())
     optimizer = ADAM_STATES * stored + STEP_BYTES * len(parameters)
     return {"parameters": stored, "gradients": stored, "optimizer": optimizer}
+
+
+def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> int:
+    """Return the bytes of parameters on the first rank, including gathered ones, at the peak of a step.
+
+    fully_shard gathers one unit after another. The embedding, the last norm and the head are the first unit, and stay
+    gathered. So does a block until its pass ends, or without `reshard` until its backward pass ends. A unit is copied
+    from the buffer in which it arrived, and this buffer is freed when the next unit has arrived. The peak is therefore
+    at the arrival of the first block, or after that of the last one.
+    """
+    stored = sum(size.count_local(layout) for size in parameters.values())
+    if layout.fsdp == 1:
+        return stored * element_bytes
+    blocks: dict[str, int] = {}
+    first_unit = 0
+    for name, size in parameters.items():
+        layer = name.partition(".")[0]
+        if layer.startswith("block"):
+            blocks[layer] = blocks.get(layer, 0) + size.count_gathered(layout)
+        else:
+            first_unit += size.count_gathered(layout)
+    block = max(blocks.values())
+    kept_blocks = block if layout.reshard else sum(blocks.values())
+    gathered = first_unit + block + max(first_unit, kept_blocks)
+    return (stored + gathered) * element_bytes
 
 
 def predict_activation_bytes(shape: Shape, layout: Layout) -> int:
