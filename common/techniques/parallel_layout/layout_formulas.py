@@ -75,26 +75,23 @@ def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout,
 def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> int:
     """Return the bytes of parameters on the first rank, including gathered ones, at the peak of a step.
 
-    fully_shard gathers one unit after another. The embedding, the last norm and the head are the first unit, and stay
-    gathered. So does a block until its pass ends, or without `reshard` until its backward pass ends. A unit is copied
-    from the buffer in which it arrived, and this buffer is freed when the next unit has arrived. The peak is therefore
-    at the arrival of the first block, or after that of the last one.
+    With fully_shard, the embedding, the last norm and the head stay gathered. With `reshard`, a single block is gathered
+    at a time; otherwise, all blocks are gathered at the end of the forward pass. The buffers of all-gathers are not
+    included.
     """
     stored = sum(size.count_local(layout) for size in parameters.values())
     if layout.fsdp == 1:
         return stored * element_bytes
     blocks: dict[str, int] = {}
-    first_unit = 0
+    outside = 0
     for name, size in parameters.items():
         layer = name.partition(".")[0]
         if layer.startswith("block"):
             blocks[layer] = blocks.get(layer, 0) + size.count_gathered(layout)
         else:
-            first_unit += size.count_gathered(layout)
-    block = max(blocks.values())
-    kept_blocks = block if layout.reshard else sum(blocks.values())
-    gathered = first_unit + block + max(first_unit, kept_blocks)
-    return (stored + gathered) * element_bytes
+            outside += size.count_gathered(layout)
+    inside = max(blocks.values()) if layout.reshard else sum(blocks.values())
+    return (stored + outside + inside) * element_bytes
 
 
 def predict_activation_bytes(shape: Shape, layout: Layout) -> int:

@@ -19,8 +19,8 @@ from common.measure.metrics_log import Values
 from common.training.hooks import StepHook
 
 COLLECTIVE_NAMESPACE = "c10d"
-GATHER_OPERATIONS = ("fsdp::all_gather_copy_in", "fsdp::split_with_sizes_copy")
-"""Operations of `fully_shard` before and after an all-gather of parameters."""
+GATHER_OPERATION = "fsdp::split_with_sizes_copy"
+"""Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
 """How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
 
@@ -158,9 +158,9 @@ class SavedTensors:
 class GatheredParameters(TorchDispatchMode):
     """Context in which the memory of the parameters that `fully_shard` gathers is observed.
 
-    It consists of the buffers in which the shards of all ranks arrive, and of the parameters that are copied from them.
-    `fully_shard` frees a parameter by resizing its storage to 0. It copies parameters that it divides in a dimension
-    other than 0 once more; this copy is not observed.
+    `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive are
+    not counted, because the thread that receives them frees them at any time after their use. Parameters that are
+    divided in a dimension other than 0 are copied once more; this copy is not observed.
     """
 
     def __init__(self) -> None:
@@ -172,10 +172,9 @@ class GatheredParameters(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.name() in GATHER_OPERATIONS:
-            outputs = kwargs["out"] if kwargs and "out" in kwargs else [args[1]]
-            self.storages.update(output.untyped_storage() for output in outputs)
-            # Memory only grows in these operations, so the peak is after one of them.
+        if func.name() == GATHER_OPERATION and kwargs:
+            self.storages.update(parameter.untyped_storage() for parameter in kwargs["out"])
+            # The memory only grows in this operation, so the peak is after one of them.
             self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.storages))
         return result
 

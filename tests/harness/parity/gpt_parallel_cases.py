@@ -47,7 +47,7 @@ from tests.harness.repository import ROOT
 VOCABULARY = 256
 STEPS = 20
 DELAY_SECONDS = 0.03
-"""Additional time of a forward pass on a slow rank."""
+"""Additional time of a step on a slow rank."""
 SETTINGS = (
     "data.name=text",
     f"data.root={ROOT / 'common/training/loop.py'}",
@@ -272,12 +272,11 @@ def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     resume_halfway(original, cfg, run, Layout(fsdp=run.world.size))
 
 
-def slow_down_last_rank(original: Any, model: GPT, x: Tensor) -> Tensor:
-    """Let the forward pass of the last rank take longer."""
-    if model.training and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
+    """Let the last rank need more time before its forward pass."""
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
         time.sleep(DELAY_SECONDS)
-    result: Tensor = original(model, x)
-    return result
+    return original(*arguments)
 
 
 def divide_other_dims(original: Any, model: GPT) -> dict[str, ShardDims]:
@@ -371,7 +370,7 @@ def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
 CHANGES: dict[str, Sequence[Replacement]] = {
     "resumed": [(gpt_parallel, "main", resume_halfway)],
     "resumed_from_fsdp": [(gpt_parallel, "main", resume_from_fsdp)],
-    "slow_rank": [(GPT, "forward", slow_down_last_rank)],
+    "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],
     "forgets_token_shards": [change_result(gpt_parallel, "parallelize", forget_token_shards)],
