@@ -75,9 +75,9 @@ def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout,
 def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> int:
     """Return the bytes of parameters on the first rank, including gathered ones, at the peak of a step.
 
-    With fully_shard, the embedding, the last norm and the head stay gathered. With `reshard`, a single block is gathered
-    at a time; otherwise, all blocks are gathered at the end of the forward pass. The buffers of all-gathers are not
-    included.
+    With fully_shard, the embedding, the last norm and the head stay gathered. With `reshard`, a single block is
+    gathered at a time; otherwise, all blocks are gathered at the end of the forward pass. The buffers of all-gathers
+    are not included.
     """
     stored = sum(size.count_local(layout) for size in parameters.values())
     if layout.fsdp == 1:

@@ -158,8 +158,8 @@ class SavedTensors:
 class GatheredParameters(TorchDispatchMode):
     """Context in which the memory of the parameters that `fully_shard` gathers is observed.
 
-    `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive are
-    not counted, because the thread that receives them frees them at any time after their use. Parameters that are
+    `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive
+    are not counted, because the thread that receives them frees them at any time after their use. Parameters that are
     divided in a dimension other than 0 are copied once more; this copy is not observed.
     """
 

@@ -46,6 +46,8 @@ from tests.harness.repository import ROOT
 
 VOCABULARY = 256
 STEPS = 20
+INTERRUPTED_STEP = 5
+"""Last step of an epoch, after whose checkpoint a training is interrupted. It is resumed with an evaluation."""
 DELAY_SECONDS = 0.03
 """Additional time of a step on a slow rank."""
 SETTINGS = (
@@ -248,14 +250,14 @@ class Interrupted(Exception):
 
 
 class Interruption(StepHook):
-    """Hook that interrupts a training halfway, after its checkpoint."""
+    """Hook that interrupts a training after a checkpoint."""
 
     def between_steps(self, number: int) -> None:
-        if number == STEPS // 2:
+        if number == INTERRUPTED_STEP:
             raise Interrupted
 
 
-def resume_halfway(original: Any, cfg: Config, run: Run, layout: Layout | None = None) -> None:
+def resume_training(original: Any, cfg: Config, run: Run, layout: Layout | None = None) -> None:
     """Train until an interruption, with another layout if one is passed. Then resume with the layout of the case."""
     interrupted = Run(dataclasses.replace(cfg, layout=layout or cfg.layout), run.folder, run.ranks, run.prepared)
     interrupted.add_hook(Interruption())
@@ -264,12 +266,12 @@ def resume_halfway(original: Any, cfg: Config, run: Run, layout: Layout | None =
     interrupted.close()
     forget_meshes()
     original(cfg, run)
-    assert run.resumed_after == STEPS // 2
+    assert run.resumed_after == INTERRUPTED_STEP
 
 
 def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of sharded parameters without tensor parallelism."""
-    resume_halfway(original, cfg, run, Layout(fsdp=run.world.size))
+    resume_training(original, cfg, run, Layout(fsdp=run.world.size))
 
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
@@ -368,7 +370,7 @@ def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
 
 
 CHANGES: dict[str, Sequence[Replacement]] = {
-    "resumed": [(gpt_parallel, "main", resume_halfway)],
+    "resumed": [(gpt_parallel, "main", resume_training)],
     "resumed_from_fsdp": [(gpt_parallel, "main", resume_from_fsdp)],
     "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
