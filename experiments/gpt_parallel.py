@@ -80,7 +80,7 @@ def main(cfg: Config, run: Run) -> None:
             with autocast:
                 losses = parallel.sum_loss(network(x), y)
             if valid_tokens is None:
-                if cfg.layout.tensor == 1:  # until now, no rank has waited for another rank
+                if cfg.layout.tensor == 1:  # tensor ranks wait for each other in the forward pass
                     step.mark_backward()
                 valid_tokens = count_valid_tokens(microbatches)  # of all ranks
             loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
