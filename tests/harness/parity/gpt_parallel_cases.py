@@ -30,8 +30,7 @@ from common.training import gradient_norm
 from common.training.hooks import StepHook
 from common.training.loop import Step
 from common.training.run import Run
-from configs.gpt_parallel import Config
-from configs.layout import Layout
+from configs.gpt_parallel import Config, LayoutSettings
 from experiments import gpt_parallel
 from tests.harness.parity import reference
 from tests.harness.parity.method import (
@@ -257,9 +256,10 @@ class Interruption(StepHook):
             raise Interrupted
 
 
-def resume_training(original: Any, cfg: Config, run: Run, layout: Layout | None = None) -> None:
+def resume_training(original: Any, cfg: Config, run: Run, layout: LayoutSettings | None = None) -> None:
     """Train until an interruption, with another layout if one is passed. Then resume with the layout of the case."""
-    interrupted = Run(dataclasses.replace(cfg, layout=layout or cfg.layout), run.folder, run.ranks, run.prepared)
+    interrupted_cfg = dataclasses.replace(cfg, layout_settings=layout or cfg.layout_settings)
+    interrupted = Run(interrupted_cfg, run.folder, run.ranks, run.prepared)
     interrupted.add_hook(Interruption())
     with contextlib.suppress(Interrupted):
         original(interrupted.cfg, interrupted)
@@ -271,7 +271,7 @@ def resume_training(original: Any, cfg: Config, run: Run, layout: Layout | None 
 
 def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of sharded parameters without tensor parallelism."""
-    resume_training(original, cfg, run, Layout(fsdp=run.world.size))
+    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size))
 
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
