@@ -59,7 +59,7 @@ class NetworkSize:
 class Config(TrainingExperiment):
     """Settings for training a GPT."""
 
-    rank_settings: ClassVar[str] = "replicas, fsdp or tensor, whose product is the number of ranks"
+    rank_settings: ClassVar[str] = "replicas, fsdp, context or tensor, whose product is the number of ranks"
     smallest_settings: ClassVar[tuple[str, ...]] = (
         *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "batch=16", "optim.warmup=0"),
     )
@@ -97,9 +97,12 @@ class Config(TrainingExperiment):
 
     def check(self) -> None:
         super().check()
-        is_divided = self.layout.tensor > 1 or self.layout.fsdp > 1
+        is_divided = self.layout.tensor > 1 or self.layout.context > 1 or self.layout.fsdp > 1
         if is_divided and self.model != "gpt":
-            raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
+            degrees = "tensor, context and fsdp"
+            raise ValueError(f"{degrees} divide model=gpt only; with model={self.model}, use replicas instead")
+        if self.layout.context > 1 and self.launch.device == "cuda":
+            raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
         if VOCABULARY % self.layout.tensor:
             problem = f"tensor={self.layout.tensor} does not divide the vocabulary of {VOCABULARY} bytes evenly"

@@ -13,8 +13,8 @@ from configs.fields import between
 class Layout:
     """Division of the parameters, the tokens and the samples of a batch among ranks.
 
-    The number of ranks is the product of `replicas`, `fsdp` and `tensor`. Consecutive ranks differ in the position in
-    the tensor dimension first, because tensor parallelism communicates most.
+    The number of ranks is the product of `replicas`, `fsdp`, `context` and `tensor`. Consecutive ranks differ in the
+    position in the tensor dimension first, because tensor parallelism communicates most.
     """
 
     tensor: int = between(1, 64, 1)
@@ -22,9 +22,13 @@ class Layout:
     sequence: bool = False
     """Also divide the tokens among the ranks of tensor parallelism, outside of attention and feed-forward layers
     (sequence parallelism, arXiv 2205.05198). This divides the memory of these activations."""
+    context: int = between(1, 64, 1)
+    """Number of ranks among which the tokens of each sample are divided, also inside of attention (context parallelism
+    with ring attention, arXiv 2310.01889). `data.context` is the number of these tokens. CPUs only."""
     fsdp: int = between(1, 64, 1)
     """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
-    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch."""
+    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch. With fsdp, the ranks of context
+    divide the parameters further."""
     reshard: bool = True
     """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
     backward pass. false keeps them, which needs more memory and less communication."""
@@ -35,35 +39,55 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.replicas * self.fsdp * self.tensor
+        return self.replicas * self.fsdp * self.context * self.tensor
 
     @property
     def data_shards(self) -> int:
-        """Number of shards of a batch. The ranks of tensor parallelism process the same shard."""
+        """Number of shards of a batch. The ranks of context and tensor parallelism process the same shard."""
         return self.replicas * self.fsdp
 
-    def check(self, sizes: Mapping[str, int], batch: int, context: int) -> None:
+    @property
+    def parameter_shards(self) -> int:
+        """Number of ranks among which fsdp divides each parameter, or each shard of tensor parallelism."""
+        return self.fsdp * self.context if self.fsdp > 1 else 1
+
+    def check(self, sizes: Mapping[str, int], batch: int, tokens: int) -> None:
         """Raise ValueError if the model or a batch cannot be divided among the ranks.
 
         `sizes` contains the sizes that tensor parallelism divides, by the names of their settings, such as heads and
-        key_value_heads. `context` is the number of tokens in a sample.
+        key_value_heads. `tokens` is the number of tokens in a sample.
         """
         if self.tensor > 1:
             for name, size in sizes.items():
                 check_divisible(name, size, "tensor", self.tensor)
-        if self.sequence:
-            if self.tensor == 1:
-                raise ValueError(
-                    "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
-                    "or omit sequence=true"
-                )
-            check_divisible("context", context, "tensor", self.tensor)
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
+                "or omit sequence=true"
+            )
+        self._check_tokens(tokens)
         if not self.reshard and self.fsdp == 1:
             raise ValueError("reshard=false applies to fsdp only; set fsdp=2 or more, or omit reshard=false")
         if batch % self.data_shards:
             degrees = f"fsdp={self.fsdp} x replicas={self.replicas}"
             nearest = format_nearest_multiples(batch, self.data_shards)
             raise ValueError(f"batch={batch} cannot be divided evenly by {degrees}; use batch={nearest}")
+
+    def _check_tokens(self, tokens: int) -> None:
+        """Raise ValueError if the tokens of a sample cannot be divided among the ranks of context and of sequence."""
+        parts = 1
+        degrees = []
+        if self.context > 1:
+            parts *= 2 * self.context  # each rank has two chunks of equal length
+            degrees.append(f"2 x context={self.context}")
+        if self.sequence:
+            parts *= self.tensor
+            degrees.append(f"tensor={self.tensor}")
+        if tokens % parts:
+            raise ValueError(
+                f"data.context={tokens} cannot be divided evenly by {' x '.join(degrees)}; use "
+                f"data.context={format_nearest_multiples(tokens, parts)}"
+            )
 
 
 def check_divisible(name: str, size: int, degree_name: str, degree: int) -> None:

@@ -3,6 +3,7 @@
     python experiments/gpt_parallel.py                                         two replicas on this machine
     python experiments/gpt_parallel.py replicas=1                              a single process
     python experiments/gpt_parallel.py replicas=1 tensor=2 sequence=true       divided matrices and tokens
+    python experiments/gpt_parallel.py replicas=1 context=2                    divided tokens, with ring attention
     python experiments/gpt_parallel.py replicas=1 fsdp=2                       sharded parameters
     make exp NAME=gpt_parallel NODES=2                                         on a cluster
 
@@ -73,7 +74,7 @@ def main(cfg: Config, run: Run) -> None:
 
     for step in run.steps(evaluate):
         optimizer.zero_grad()
-        microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
+        microbatches = parallel.select_tokens(mask_targets(step, batches, cfg.masked, cfg.seed))  # of this rank
         valid_tokens = count_valid_tokens(microbatches)  # of all ranks
         step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
         for x, y in microbatches:
@@ -82,7 +83,7 @@ def main(cfg: Config, run: Run) -> None:
             loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
             step_loss += loss.detach()
             loss.backward()  # also averages the gradients over the ranks of fsdp
-        parallel.average_gradients()  # over the replicas
+        parallel.average_gradients()  # over the replicas and the ranks of context
         step.log(loss=step_loss)
         step.clip_gradients(network.parameters(), cfg.clip)
         optimizer.step()

@@ -25,6 +25,8 @@ CASES = {
         "fsdp=2,accumulate=2",
         f"fsdp=2,reshard=false,{BUILTIN}",
         f"replicas=2,accumulate=2,{BUILTIN}",
+        "context=2,accumulate=2",
+        f"context=2,{BUILTIN}",
     ),
     4: (
         "tensor=4,sequence=true",
@@ -38,10 +40,20 @@ CASES = {
         f"tensor=2,replicas=2,{BUILTIN}",
         f"fsdp=2,replicas=2,{BUILTIN}",
         "fsdp=2,replicas=2,reshard=false",
+        "context=4",
+        "context=2,tensor=2",
+        f"context=2,tensor=2,sequence=true,{GROUPED}",
+        "context=2,fsdp=2,reshard=false",
+        f"context=2,fsdp=2,{BUILTIN}",
+        f"context=2,replicas=2,{BUILTIN}",
     ),
-    8: ("tensor=2,fsdp=2,replicas=2,sequence=true",),
+    8: (
+        "tensor=2,fsdp=2,replicas=2,sequence=true",
+        "context=2,tensor=2,fsdp=2,sequence=true",
+        "context=2,fsdp=2,replicas=2",
+    ),
 }
-DRAWN_CASES = {2: 3, 4: 3, 8: 1}
+DRAWN_CASES = {2: 3, 4: 4, 8: 1}
 """Number of cases that a test run draws for each number of ranks."""
 
 
@@ -72,7 +84,7 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
 
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
-    layouts = ["tensor=2", "tensor=2,sequence=true", "fsdp=2", "replicas=2"]
+    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2"]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
     single_case = f"{BASE},{bf16}"
     outcome_of_one = train_cases(GPT_PARALLEL, tmp_path, cache, 1, [single_case])[single_case]

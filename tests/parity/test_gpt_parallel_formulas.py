@@ -25,6 +25,11 @@ LAYOUTS = (
     "replicas=2 fsdp=2",
     "replicas=1 fsdp=2 tensor=2",
     "replicas=2 tensor=2 sequence=true",
+    "replicas=1 context=2 accumulate=2",
+    "replicas=1 context=2 tensor=2 sequence=true key_value_heads=2 dropout=0.2",
+    "replicas=1 context=2 fsdp=2",
+    "replicas=2 context=2",
+    "replicas=1 context=4 heads=2 width=64",
 )
 TOLERANCES = {"parameters": 0, "gradients": 0, "optimizer": 0, "activations": 0.05, "sent": 0.01}
 """Largest relative difference of a measurement from its formula. Messages also contain a few numbers for norms."""

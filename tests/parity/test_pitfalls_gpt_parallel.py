@@ -16,10 +16,12 @@ from tests.harness.parity.reference import list_differences
 FEW = "steps=6"
 TENSOR = f"tensor=2,{FEW}"
 SEQUENCE = f"tensor=2,sequence=true,{FEW}"
+CONTEXT = f"context=2,{FEW}"
 REPLICAS = f"replicas=2,{FEW}"
 CASES = [
-    *(TENSOR, SEQUENCE, REPLICAS),
+    *(TENSOR, SEQUENCE, CONTEXT, REPLICAS),
     *(f"redraws_shards,{TENSOR}", f"different_masks,{TENSOR}", f"forgets_token_shards,{SEQUENCE}"),
+    *(f"restarts_positions,{CONTEXT}", f"averages_outputs,{CONTEXT}"),
     *(f"equal_masks,{REPLICAS}", f"partial_scales,{SEQUENCE}"),
     *(f"unties_head,{TENSOR}", f"counts_table_twice,{TENSOR}", f"averages_per_rank,{REPLICAS}"),
     *(f"local_norm,{TENSOR}", f"counts_copies,{TENSOR}"),
@@ -59,7 +61,7 @@ def find_first_norm_ratio(outcome: dict[str, Any], single_process: dict[str, Any
 
 
 def test_layouts_without_mistakes_equal_one_process(trained: dict[str, Any], single_process: dict[str, Any]) -> None:
-    for case in (TENSOR, SEQUENCE, REPLICAS):
+    for case in (TENSOR, SEQUENCE, CONTEXT, REPLICAS):
         assert list_differences(trained[case], single_process) == [], case
 
 
@@ -82,6 +84,19 @@ def test_equal_masks_for_different_tokens_are_not_those_of_one_process(
     case: str, trained: dict[str, Any], single_process: dict[str, Any]
 ) -> None:
     assert find_largest_loss_gap(trained[case], single_process) > 1e-3
+
+
+def test_positions_are_those_in_the_sample_on_every_rank(
+    trained: dict[str, Any], single_process: dict[str, Any]
+) -> None:
+    gap = find_largest_loss_gap(trained[f"restarts_positions,{CONTEXT}"], single_process)
+    assert gap > 1e-4, "a model that has trained for six steps uses the positions little"
+
+
+def test_outputs_of_blocks_are_merged_with_the_sums_of_their_softmax(
+    trained: dict[str, Any], single_process: dict[str, Any]
+) -> None:
+    assert find_largest_loss_gap(trained[f"averages_outputs,{CONTEXT}"], single_process) > 1e-3
 
 
 def test_scales_of_norms_need_the_gradients_of_all_tokens(

@@ -23,6 +23,8 @@ LAYOUT_PAIRS = (
     ("replicas=2 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=false"),
     ("replicas=1 fsdp=2 tensor=2 sequence=true", "replicas=1 fsdp=1 tensor=1 sequence=false"),
     ("replicas=1 fsdp=1 tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
+    ("replicas=1 context=2", "replicas=1 context=1 tensor=2"),
+    ("replicas=1 fsdp=2", "replicas=1 fsdp=2 context=2"),
 )
 
 

@@ -20,6 +20,9 @@ COLLECTIVE_NAMESPACE = "c10d"
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
 """How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
 
+SEND = "send"
+"""Name of the operation that sends a tensor to one rank."""
+
 
 class StepMeter(StepHook):
     """Hook that measures the first step of an attempt.
@@ -147,7 +150,9 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        """Add the bytes that this rank sends in a collective with a ring algorithm."""
+        """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
+        if name == SEND:
+            self.sent_bytes += count_bytes(flatten_tensors(args[0]))
         if name not in BYTES_SENT:
             return
         ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))

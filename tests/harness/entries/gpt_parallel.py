@@ -18,6 +18,7 @@ ENTRY = Entry(
     make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3", "accumulate=2"),
     resume_variants=(
         (*VARIED, "replicas=1", "tensor=2", "sequence=true"),
+        (*VARIED, "replicas=1", "context=2"),
         (*VARIED, "replicas=1", "fsdp=2", "reshard=false"),
         (*VARIED, "replicas=2"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -18,6 +19,7 @@ from common.runs.result import ReportData
 from common.system.seeds import derive_seed
 from common.techniques.language_model.targets import draw_ignored
 from common.techniques.parallel_layout import parallel_model, tensor_layers
+from common.techniques.parallel_layout.attention_blocks import Attended
 from common.techniques.parallel_layout.parallel_model import ParallelModel
 from common.techniques.parallel_layout.tensor_layers import BranchNorm, TiedParallelHead
 from common.training import gradient_norm
@@ -136,7 +138,8 @@ def forget_token_shards(parallel: ParallelModel) -> None:
     """Use the masks of the first tokens for all shards of the tokens."""
     for layer in list_dropout_layers([parallel.model]):
         assert isinstance(layer, PositionDropout)
-        layer.set_token_shard(0, 1)
+        assert layer.token_positions is not None
+        layer.set_token_positions(torch.arange(len(layer.token_positions)), layer.shards)
 
 
 def use_different_masks(parallel: ParallelModel) -> None:
@@ -150,6 +153,20 @@ def use_equal_masks(parallel: ParallelModel) -> None:
     """Use the same mask for the different samples of all ranks."""
     for layer in list_dropout_layers([parallel.model]):
         layer.set_positions = lambda epoch, microbatches: None  # type: ignore[method-assign]
+
+
+def restart_positions(parallel: ParallelModel) -> None:
+    """Let each rank count the positions of its own tokens from 0."""
+    assert isinstance(parallel.model, GPT)
+    for block in parallel.model.blocks:
+        positions = block.attention.positions
+        assert positions is not None
+        block.attention.divide_tokens(torch.arange(len(positions)), block.attention.attend)
+
+
+def average_outputs(original: Any, attended: Attended, other: Attended) -> None:
+    """Average the outputs of two blocks of keys, although their softmax has other sums."""
+    original(attended, dataclasses.replace(attended, outputs=other.outputs))
 
 
 def keep_partial_scale_gradients(original: Any, norm: BranchNorm, x: Tensor) -> Tensor:
@@ -200,6 +217,8 @@ MISTAKES = {
     "forgets_token_shards": [change_result(gpt_parallel, "parallelize", forget_token_shards)],
     "different_masks": [change_result(gpt_parallel, "parallelize", use_different_masks)],
     "equal_masks": [change_result(gpt_parallel, "parallelize", use_equal_masks)],
+    "restarts_positions": [change_result(gpt_parallel, "parallelize", restart_positions)],
+    "averages_outputs": [(Attended, "merge", average_outputs)],
     "partial_scales": [(BranchNorm, "forward", keep_partial_scale_gradients)],
     "unties_head": [(TiedParallelHead, "forward", untie_head)],
     "counts_table_twice": [(TiedParallelHead, "forward", count_table_twice)],
