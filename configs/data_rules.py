@@ -7,7 +7,7 @@ TRAIN_SAMPLES = {"mnist": 60_000, "digits": 60_000, "cifar10": 50_000}  # data s
 DATA_SETS_WITHOUT_IMAGES = ("vectors", "text")
 
 
-def check_data(name: str, cache: str, augment: str) -> None:
+def check_data(name: str, cache: str, augment: str, tokenizer: str) -> None:
     """Raise ValueError for an unknown data set, or for settings that do not apply to the data set."""
     if not cache:
         raise ValueError("data.cache= must not be empty; name a folder or omit data.cache")
@@ -16,3 +16,6 @@ def check_data(name: str, cache: str, augment: str) -> None:
     if name in DATA_SETS_WITHOUT_IMAGES and augment != "none":
         problem = f"data.augment={augment} needs images, but data.name={name} has none"
         raise ValueError(f"{problem}; omit data.augment")
+    if name != "text" and tokenizer != "none":
+        problem = f"data.tokenizer={tokenizer} needs text, but data.name={name} has none"
+        raise ValueError(f"{problem}; omit data.tokenizer, or use data.name=text")

@@ -23,6 +23,11 @@ class RanksPerNode:
     Without a cluster profile and without torchrun or srun, 0 means two ranks on a single host, or one rank on each of
     several hosts."""
 
+    @property
+    def is_set(self) -> bool:
+        """Whether the settings determine the number of ranks, so that no launcher or cluster profile can."""
+        return self.processes_per_node != 0
+
     def count_ranks(self, nodes: int) -> int:
         """Return the number of ranks over all hosts."""
         default = 2 if nodes == 1 else 1

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from configs.batch_plan import BatchPlan, format_nearest_multiples
+from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
+from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
 from configs.networks import network_field
 from configs.shared import InitialWeights, TrainingExperiment
 
-VOCABULARY = 256
-"""Number of values of a byte."""
+BYTE_VOCABULARY = 256
+"""Number of different tokens of a text whose tokens are bytes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,78 @@ class NetworkSize:
 
 
 @dataclass(frozen=True)
+class LayoutSettings(RanksPerNode):
+    """Settings that determine the layout of a run. The number of replicas may depend on the number of ranks."""
+
+    processes_per_node: int = at_least(0, 0)
+    """Number of ranks per host. With replicas=0, 0 uses the number in the cluster profile, or the number that torchrun
+    or srun started. Otherwise, `replicas`, `fsdp`, `context` and `tensor` determine the number of ranks."""
+    tensor: int = between(1, 64, 1)
+    """Number of ranks among which each matrix is divided (tensor parallelism, arXiv 1909.08053)."""
+    sequence: bool = False
+    """Also divide the tokens among the ranks of tensor parallelism, outside of attention and feed-forward layers
+    (sequence parallelism, arXiv 2205.05198). This divides the memory of these activations."""
+    context: int = between(1, 64, 1)
+    """Number of ranks among which the tokens of each sample are divided, also inside of attention (context parallelism
+    with ring attention, arXiv 2310.01889). `data.context` is the number of tokens of a sample. CPUs only."""
+    fsdp: int = between(1, 64, 1)
+    """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
+    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch. With `context`, the ranks that
+    divide the tokens also divide the parameters."""
+    reshard: bool = True
+    """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
+    backward pass. false keeps them, which needs more memory and less communication."""
+    replicas: int = between(0, 64, 0)
+    """Number of copies of the model, each of which processes another shard of the batch. With fsdp, this is hybrid
+    sharding. 0 divides all ranks into replicas. If the number of ranks is unknown, 0 means two replicas without fsdp,
+    context and tensor, and otherwise one replica or, on several hosts, as many as needed to use each host."""
+
+    @property
+    def is_set(self) -> bool:
+        return self.replicas != 0 or super().is_set
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Number of ranks that process the samples of a replica."""
+        return self.fsdp * self.context * self.tensor
+
+    def count_ranks(self, nodes: int) -> int:
+        if self.processes_per_node:
+            return nodes * self.processes_per_node
+        if self.replicas:
+            return self.replicas * self.ranks_per_replica
+        if nodes == 1 and self.ranks_per_replica == 1:
+            return 2
+        return math.lcm(nodes, self.ranks_per_replica)
+
+    def resolve(self, nodes: int) -> Layout:
+        """Return the layout of a run on `nodes` hosts.
+
+        Raises ValueError if the ranks cannot be divided into complete replicas.
+        """
+        ranks = self.count_ranks(nodes)
+        replicas = self.replicas or ranks // self.ranks_per_replica
+        if replicas * self.ranks_per_replica == ranks:
+            return Layout(
+                tensor=self.tensor,
+                sequence=self.sequence,
+                context=self.context,
+                fsdp=self.fsdp,
+                reshard=self.reshard,
+                replicas=replicas,
+            )
+
+        count = f"launch.nodes={nodes} x processes_per_node={self.processes_per_node} = {ranks}"
+        degrees = f"fsdp={self.fsdp} x context={self.context} x tensor={self.tensor}"
+        if self.replicas:
+            problem = f"the number of ranks, {count}, differs from replicas={self.replicas} x {degrees}"
+            raise ValueError(f"{problem}; set replicas=0 or processes_per_node=0")
+        multiple = math.lcm(nodes, self.ranks_per_replica) // nodes
+        problem = f"the number of ranks, {count}, cannot be divided evenly by {degrees}"
+        raise ValueError(f"{problem}; use processes_per_node={multiple} or a multiple of {multiple}")
+
+
+@dataclass(frozen=True)
 class Config(TrainingExperiment):
     """Settings for training a GPT."""
 
@@ -66,7 +140,7 @@ class Config(TrainingExperiment):
 
     model: str = network_field("gpt", "gpt")
     """Network to train. gpt is a decoder-only transformer. FILE.py:Class is a custom network, which maps tokens int64
-    [N, T] to logits [N, T, 256]; its ranks can only be replicas."""
+    [N, T] to logits [N, T, vocabulary]; its ranks can only be replicas."""
     size: NetworkSize = flat(NetworkSize)
     dropout: float = between(0, 0.95, 0)
     """Dropout probability for token vectors and for the branches of each block. The mask of a value depends only on its
@@ -84,12 +158,17 @@ class Config(TrainingExperiment):
     clip: float = between(0, 1e6, 1)
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
-    layout: Layout = flat(Layout)
+    layout_settings: LayoutSettings = flat(LayoutSettings)
     initial: InitialWeights = flat(InitialWeights)
 
     @property
     def processes(self) -> int:
-        return self.layout.ranks
+        return self.layout_settings.count_ranks(self.launch.nodes)
+
+    @property
+    def layout(self) -> Layout:
+        """Division of the model and the batches among the ranks of the run."""
+        return self.layout_settings.resolve(self.launch.nodes)
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -104,9 +183,8 @@ class Config(TrainingExperiment):
         if self.layout.context > 1 and self.launch.device == "cuda":
             raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
-        if VOCABULARY % self.layout.tensor:
-            problem = f"tensor={self.layout.tensor} does not divide the vocabulary of {VOCABULARY} bytes evenly"
-            raise ValueError(f"{problem}; use tensor=2, 4, 8, 16, 32 or 64")
+        if self.data.tokenizer == "none":
+            self.check_vocabulary(BYTE_VOCABULARY)
         if self.dtype == "float64" and self.precision == "bf16":
             raise ValueError("precision=bf16 cannot be combined with dtype=float64; omit one of them")
         if self.loss != "cross_entropy":
@@ -121,3 +199,10 @@ class Config(TrainingExperiment):
             problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
             shards = f" of fsdp x replicas = {self.layout.data_shards} shards"
             raise ValueError(f"{problem}{shards}; use batch={format_nearest_multiples(self.batch, divisor)}")
+
+    def check_vocabulary(self, size: int) -> None:
+        degree = self.layout.tensor
+        if size % degree:
+            valid = [divisor for divisor in list_divisors(size) if divisor <= degree]
+            problem = f"tensor={degree} does not divide the vocabulary of {size} tokens evenly"
+            raise ValueError(f"{problem}; use tensor={valid[-1]}, or another tokenizer")

@@ -1,4 +1,4 @@
-"""Settings that divide a transformer and its batches among ranks."""
+"""Division of a transformer and its batches among ranks."""
 
 from __future__ import annotations
 
@@ -6,35 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.batch_plan import format_nearest_multiples
-from configs.fields import between
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of the parameters, the tokens and the samples of a batch among ranks.
+    """Division of the parameters, the tokens and the samples of a batch among a known number of ranks.
 
     The number of ranks is the product of `replicas`, `fsdp`, `context` and `tensor`. Consecutive ranks differ in the
     position in the tensor dimension first, because tensor parallelism communicates most.
     """
 
-    tensor: int = between(1, 64, 1)
-    """Number of ranks among which each matrix is divided (tensor parallelism, arXiv 1909.08053)."""
+    tensor: int = 1
+    """Number of ranks among which each matrix is divided."""
     sequence: bool = False
-    """Also divide the tokens among the ranks of tensor parallelism, outside of attention and feed-forward layers
-    (sequence parallelism, arXiv 2205.05198). This divides the memory of these activations."""
-    context: int = between(1, 64, 1)
-    """Number of ranks among which the tokens of each sample are divided, also inside of attention (context parallelism
-    with ring attention, arXiv 2310.01889). `data.context` is the number of these tokens. CPUs only."""
-    fsdp: int = between(1, 64, 1)
-    """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
-    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch. With fsdp, the ranks of context
-    divide the parameters further."""
+    """Whether the ranks of tensor parallelism also divide the tokens (sequence parallelism)."""
+    context: int = 1
+    """Number of ranks among which the tokens of each sample are divided, also inside of attention."""
+    fsdp: int = 1
+    """Number of ranks among which parameters, gradients and optimizer states are divided. The ranks of `context` divide
+    them further."""
     reshard: bool = True
-    """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
-    backward pass. false keeps them, which needs more memory and less communication."""
-    replicas: int = between(1, 64, 1)
-    """Number of copies of the model, each of which processes another shard of the batch. With fsdp, this is hybrid
-    sharding."""
+    """Whether the gathered parameters of a block are freed after its forward pass."""
+    replicas: int = 1
+    """Number of copies of the model."""
 
     @property
     def ranks(self) -> int:

@@ -44,8 +44,7 @@ class Launch:
     'receive' or 'add'.
     The command `python -m common.backend.algorithms` prints the transfers of an algorithm."""
     transport: Literal["auto", "network"] = "auto"
-    """Transport of the built-in backend between ranks of the same host. auto uses shared memory; network uses
-    sockets."""
+    """Transport of the built-in backend between ranks of a host. auto uses shared memory; network uses sockets."""
     tls: bool = False
     """Encrypt the sockets of the built-in backend with TLS 1.3. Every rank must present the certificate of the current
     attempt, which is created with the openssl program. All hosts must share the run folder, because the ranks use it
@@ -108,8 +107,7 @@ class Wandb:
     model: bool = True
     """Upload the trained model to W&B as an artifact. The run folder always contains the model."""
     finish_timeout: float = between(1, 3600, 60)
-    """Maximum seconds to wait for W&B after training. Data that has not been uploaded by then stays on disk for `make
-    sync`."""
+    """Maximum seconds to wait for W&B after training. Data not uploaded by then stays on disk for `make sync`."""
 
     def check(self) -> None:
         """Raise ValueError for names that W&B rejects."""
@@ -213,7 +211,7 @@ class Data:
     name: str = "mnist"
     """Data set: mnist, digits, cifar10, imagefolder, generated, vectors, text, or a custom data set. imagefolder reads
     root/train/<class>/* and root/val/<class>/*. generated contains random pixels and labels, for measuring throughput
-    only. vectors contains samples of 10 numbers in 5 classes, and text samples of `data.context` bytes.
+    only. vectors contains samples of 10 numbers in 5 classes, and text samples of `data.context` tokens.
     FILE.py:function is a custom data set: function(root) returns four NumPy arrays (train inputs, train targets, test
     inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml names the data set that was
     used."""
@@ -224,12 +222,13 @@ class Data:
     cache: str = file_path("data/prepared")
     """Folder for prepared data sets (uint8 arrays). The folder must be writable and visible to all hosts."""
     fallback: Literal["digits", "none"] = "digits"
-    """Data set that a local run uses if MNIST is neither in the default `root` nor downloadable. none: the run
-    fails."""
+    """Data set that a local run uses if MNIST is neither in `root` nor downloadable. none: the run fails."""
     image_size: int = between(8, 1024, 32)
     """Height and width, in pixels, of the images of imagefolder (resized and cropped once) and of generated."""
     context: int = between(2, 65_536, 128)
-    """Number of tokens in a sample of text. The tokens are bytes."""
+    """Number of tokens in a sample of text."""
+    tokenizer: str = file_path("none")
+    """File tokenizer.json of the library tokenizers, for text. none uses the bytes of the text as tokens."""
     samples: int = between(5, 10_000_000, 10_000)
     """Number of training samples of generated and vectors. The number of test samples is a fifth of `samples`."""
     classes: int = between(2, 10_000, 10)
@@ -262,7 +261,7 @@ class Data:
 
     def check(self) -> None:
         """Raise ValueError for an unknown data set, or for settings that do not apply to the data set."""
-        check_data(self.name, self.cache, self.augment)
+        check_data(self.name, self.cache, self.augment, self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -383,6 +382,9 @@ class TrainingExperiment(Experiment):
     def replicas_per_host(self) -> float:
         """Number of model replicas that the ranks of one host hold together. By default, each rank holds one."""
         return self.processes / self.launch.nodes
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise ValueError if the model cannot have a vocabulary of this size."""
 
     def compute_total_steps(self, epoch_steps: int) -> int:
         total = self.epochs * epoch_steps

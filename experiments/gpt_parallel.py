@@ -1,11 +1,11 @@
 """A GPT on several ranks: tensor, sequence, sharded and replicated parallelism, each equal to a single process.
 
-    python experiments/gpt_parallel.py                                         two replicas on this machine
-    python experiments/gpt_parallel.py replicas=1                              a single process
-    python experiments/gpt_parallel.py replicas=1 tensor=2 sequence=true       divided matrices and tokens
-    python experiments/gpt_parallel.py replicas=1 context=2                    divided tokens, with ring attention
-    python experiments/gpt_parallel.py replicas=1 fsdp=2                       sharded parameters
-    make exp NAME=gpt_parallel NODES=2                                         on a cluster
+    python experiments/gpt_parallel.py                               two replicas on this machine
+    python experiments/gpt_parallel.py replicas=1                    a single process
+    python experiments/gpt_parallel.py tensor=2 sequence=true        divided matrices and tokens
+    python experiments/gpt_parallel.py context=2                     divided tokens, also in attention
+    python experiments/gpt_parallel.py fsdp=2                        sharded parameters
+    make exp NAME=gpt_parallel NODES=2                               on a cluster
 
 A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
 held-out cross-entropy below that of a bigram model. `data.root` selects another text.

@@ -85,10 +85,10 @@ VERBS = {
         RUN, Setting("ARGS", "--args", 'settings to change: data.root, data.test_limit, eval_batch, or log.*'))),
     "export": Verb("slurm.reports.trained_model", "export the trained model for use in other programs", (
         RUN, Setting("FORMAT", "--format", "safetensors, torch.export, or onnx (default: safetensors)"))),
-    "sample": Verb("slurm.reports.sampled_text", "continue a text with the trained model of a run", (
+    "sample": Verb("slurm.reports.sampled_text", "continue a text with the model of a run", (
         RUN, Setting("TEXT", "--text", "the text to continue (default: a line break)"),
-        Setting("TEMPERATURE", "--temperature", "divides the logits (default: 1); 0 selects the most probable byte"),
-        Setting("TOP_K", "--top-k", "number of most probable bytes that can be drawn (default: all)"),
+        Setting("TEMPERATURE", "--temperature", "divides the logits (default: 1); 0 selects the most probable token"),
+        Setting("TOP_K", "--top-k", "number of most probable tokens that can be drawn (default: all)"),
         Setting("SEED", "--seed", "seed of the random choices (default: 0)"))),
     "sweep": Verb("slurm.launch.sweep", "run all points of a grid that have not been run yet", (
         Setting("GRID", "grid", "sweep file, such as configs/sweeps/mnist_pipeline_rates.yaml"),

@@ -34,10 +34,10 @@ def suggest_nearest(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
-def parse_count(name: str, text: str, maximum: int = 99_999) -> int:
-    """Parse an integer from 1 to `maximum`. Raises UserError for any other text."""
-    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= maximum:
-        raise UserError(f"{name} must be an integer from 1 to {maximum} (got {text!r})")
+def parse_count(name: str, text: str, maximum: int = 99_999, *, minimum: int = 1) -> int:
+    """Parse an integer from `minimum` to `maximum`. Raises UserError for any other text."""
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not minimum <= int(text) <= maximum:
+        raise UserError(f"{name} must be an integer from {minimum} to {maximum} (got {text!r})")
     return int(text)
 
 

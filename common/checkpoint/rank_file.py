@@ -69,13 +69,21 @@ def read_rank_file(checkpoint: CheckpointPath, manifest: Manifest, rank: int) ->
 
 
 def read_full_model(checkpoint: CheckpointPath) -> dict[str, Tensor]:
-    """Return all parameters and buffers in a checkpoint, by name.
+    """Return all parameters and buffers in a checkpoint, by name. Raises InvalidCheckpoint if a file is invalid."""
+    return read_model_and_common_state(checkpoint)[0]
+
+
+def read_model_and_common_state(checkpoint: CheckpointPath) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return all parameters and buffers in a checkpoint, by name, and the state that all ranks share.
 
     The parts saved by different ranks, such as pipeline stages or servers, are merged. Raises InvalidCheckpoint if a
     file is invalid.
     """
     manifest = storage.read_manifest(checkpoint)
     model: dict[str, Tensor] = {}
+    common: dict[str, Any] = {}
     for rank in range(manifest.processes):
-        model |= read_rank_file(checkpoint, manifest, rank)["model"]
-    return model
+        part = read_rank_file(checkpoint, manifest, rank)
+        model |= part["model"]
+        common |= part["common"]
+    return model, common

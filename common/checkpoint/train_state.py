@@ -146,7 +146,7 @@ class TrainState:
         if self.optimizer is not None:
             optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, is_first)
 
-        common: dict[str, Any] = dict(self.loader.state_dict())
+        common: dict[str, Any] = dict(self.loader.state_dict()) | {"recipe": self.recipe}
         if self.scaler is not None:
             common["scaler"] = self.scaler.state_dict()
         if self.tensors:

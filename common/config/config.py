@@ -73,6 +73,7 @@ FIXED_KEYS = (
     "transports",
     "optim.name",
     "data.name",
+    "data.tokenizer",
     "data.train_limit",
     "data.image_size",
     "data.samples",
@@ -189,7 +190,8 @@ def build_config_for_started_ranks(
         return build_config(schema, layers)
     with contextlib.suppress(UserError):  # the default number of ranks may be invalid, such as 2 ranks for a batch of 3
         settings = build_config(schema, layers)
-        if settings.processes == started.ranks:
+        group = find_group(settings, RanksPerNode)
+        if settings.processes == started.ranks or (group is not None and group.is_set):
             return settings
     nodes = str(user_values.get("launch.nodes", started.nodes))
     ranks_per_node = started.ranks // int(nodes) if nodes.isdecimal() and int(nodes) else 0

@@ -120,17 +120,22 @@ class PreparedDataset:
         is_custom = ":" in self.name
         return not is_custom or (self.description is None and self.map_array("train_images").dtype == np.uint8)
 
-    def copy_user_data_file(self, code: Path) -> None:
-        """Copy the user's file of a custom data set into the source folder `code` of a run.
+    @property
+    def vocabulary(self) -> int | None:
+        """Number of different tokens of a text; None for other data sets."""
+        return read_json(self.path / sources.TEXT_FILE).get("vocabulary")
 
-        Raises UserError if the file cannot be written to the disk.
+    def copy_user_files(self, code: Path) -> None:
+        """Copy the user's file of a custom data set, or the tokenizer, into the source folder `code` of a run.
+
+        Raises UserError if a file cannot be written to the disk.
         """
-        source = self.path / sources.SOURCE_FILE
-        if source.is_file():
-            target = code / sources.RUN_SOURCE_FILE
-            with convert_disk_errors(code):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source, target)
+        copies = {sources.SOURCE_FILE: sources.RUN_SOURCE_FILE, sources.TOKENIZER_FILE: sources.RUN_TOKENIZER_FILE}
+        for name, target in copies.items():
+            if (self.path / name).is_file():
+                with convert_disk_errors(code):
+                    (code / target).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(self.path / name, code / target)
 
     def verify_checksums(self) -> None:
         """Raise UserError if an array has changed since it was prepared."""
@@ -187,6 +192,8 @@ def prepare_dataset_of_config(cfg: Experiment, fallback: bool, code: Path | None
     prepared = prepare_dataset(cfg.data, fallback, log=cfg.log, code=code)
     try:
         networks.check_shape(getattr(cfg, "model", ""), cfg.data.name, prepared.sample_shape)
+        if prepared.vocabulary is not None:
+            cfg.check_vocabulary(prepared.vocabulary)
     except ValueError as error:
         raise UserError(str(error)) from None
     if ":" in f"{getattr(cfg, 'model', '')} {cfg.loss} {cfg.data.name}" or cfg.loss != "cross_entropy":

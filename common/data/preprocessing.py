@@ -7,6 +7,7 @@ from typing import Any
 
 from common.data.prepare import PreparedDataset
 from common.data.samples import get_pixel_statistics
+from common.data.sources import TOKENIZER_FILE
 
 AXES = {1: "[N, D]", 2: "[N, height, width]", 3: "[N, channel, height, width]"}
 """Axes of a batch, by the number of dimensions of one sample."""
@@ -20,9 +21,11 @@ def describe_preprocessing(prepared: PreparedDataset, shape: Sequence[int]) -> d
     standard deviation are lists with one number per channel. Raises UserError if the statistics are missing.
     """
     if prepared.name == "text":
-        meaning = "input = bytes of a UTF-8 text; outputs = logits of the next byte at each position"
+        has_tokenizer = (prepared.path / TOKENIZER_FILE).is_file()
+        tokens = "tokens of code/own/tokenizer.json" if has_tokenizer else "bytes of a UTF-8 text"
+        meaning = f"input = {tokens}; outputs = logits of the next token at each position"
         axes: dict[str, Any] = {"input_shape": ["N", *shape], "input_axes": "[N, token]", "dtype": "int64"}
-        return axes | {"value_range": [0, 255], "formula": meaning}
+        return axes | {"value_range": [0, (prepared.vocabulary or 0) - 1], "formula": meaning}
     if not prepared.has_pixels:
         formula = {"scale": 1, "mean": [0.0], "std": [1.0], "formula": "input = value"}
         return {"input_shape": ["N", *shape], "input_axes": "[N, ...]", "value_range": None, **formula}

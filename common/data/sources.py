@@ -43,6 +43,8 @@ TEXT_FILE = "text.json"  # facts about a text: vocabulary, checksum, and losses 
 DESCRIPTION = "description"  # array with the JSON text that describes map-style data sets, which have no other arrays
 SOURCE_FILE = "source.py"  # copy of the user's file of a custom data set, stored next to the arrays
 RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the source folder of a run
+TOKENIZER_FILE = "tokenizer.json"  # copy of the tokenizer of a text, stored next to the arrays
+RUN_TOKENIZER_FILE = Path("own", "tokenizer.json")  # copy of the tokenizer in the source folder of a run
 SKIPPED_FILE = "left_out.txt"  # lists the skipped files of an image folder
 EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent its result
 

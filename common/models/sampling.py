@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from common.data.text_tokens import Tokenizer
 from common.models.gpt import GPT, KeyValueCache
+from common.system.errors import UserError, summarize_error
+from common.system.text import format_count
 
 SAMPLE_TOKENS = 256
 """Number of tokens that are sampled after a prompt."""
@@ -43,7 +46,10 @@ class NextTokenPredictor:
 
     @torch.no_grad()
     def predict(self, new_tokens: Sequence[int]) -> Tensor:
-        """Append tokens to the text, and return the logits [vocabulary] of the next token."""
+        """Append tokens to the text, and return the logits [vocabulary] of the next token.
+
+        Raises UserError if the model does not accept texts that are shorter than its context.
+        """
         new = list(new_tokens)
         is_full = len(self.tokens) + len(new) > self.context
         if is_full:
@@ -54,8 +60,22 @@ class NextTokenPredictor:
             self.start_caches()
         self.tokens += new
         computed = new if self.blocks else self.tokens
-        logits: Tensor = self.model(torch.tensor([computed], device=next(self.model.parameters()).device))
+        logits = self._compute_logits(torch.tensor([computed], device=next(self.model.parameters()).device))
         return logits[0, -1]
+
+    def _compute_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [1, T, vocabulary] for tokens [1, T]."""
+        problem = f"the network does not accept a text of {format_count(tokens.shape[1], 'token')}"
+        remedy = f"sampling needs a network that accepts any length up to {self.context} tokens"
+        try:
+            logits: Tensor = self.model(tokens)
+        except Exception as error:
+            if self.blocks:
+                raise
+            raise UserError(f"{problem} ({summarize_error(error)}); {remedy}") from None
+        if logits.shape[:-1] != tokens.shape:  # a table of fixed length has been added to a single token
+            raise UserError(f"{problem}, because it returns logits for {logits.shape[1]} tokens; {remedy}")
+        return logits
 
 
 def sample_tokens(
@@ -102,6 +122,7 @@ def draw_token(logits: Tensor, temperature: float, top_k: int, generator: torch.
 def sample_text(
     model: nn.Module,
     context: int,
+    tokenizer: Tokenizer,
     text: str,
     *,
     tokens: int = SAMPLE_TOKENS,
@@ -109,12 +130,16 @@ def sample_text(
     top_k: int = 0,
     seed: int = 0,
 ) -> str:
-    """Continue a text by `tokens` bytes with a model whose tokens are bytes, and return the whole text.
+    """Continue a text by `tokens` tokens, and return the whole text.
 
     An empty text is replaced by a line break. Bytes that are not valid UTF-8 are replaced, and control characters other
-    than line breaks and tabs are omitted, because a terminal could execute them.
+    than line breaks and tabs are omitted, because a terminal could execute them. Raises UserError if the tokenizer has
+    no tokens for the text, or if the model does not accept short texts.
     """
-    prompt = list((text or "\n").encode(errors="surrogateescape"))  # bytes of the command line may not be UTF-8
+    content = (text or "\n").encode(errors="surrogateescape")  # bytes of the command line may not be UTF-8
+    prompt = tokenizer.encode(content).tolist()
+    if not prompt:
+        raise UserError(f"the tokenizer has no tokens for the text {text!r}; use another text")
     sampled = sample_tokens(model, context, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
-    joined = bytes([*prompt, *sampled]).decode(errors="replace")
+    joined = tokenizer.decode([*prompt, *sampled])
     return "".join(char for char in joined if char.isprintable() or char in "\n\t")

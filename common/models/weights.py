@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import rank_file
+from common.checkpoint import rank_file, storage
 from common.checkpoint.state_dicts import strip_wrapper_prefix
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint
 from common.models.initial_weights import find_initial_weights
-from common.models.model_file import read_model, read_safetensors
+from common.models.model_file import build_model, read_model, read_safetensors
 from common.models.networks import MIN_IMAGENET_PIXELS, ResNet18, list_saved_tensors
 from common.runs.folder import RunFolder
 from common.system.errors import UserError
@@ -120,3 +120,20 @@ def read_model_of_checkpoint(path: Path, text: str) -> dict[str, Tensor]:
         raise UserError(f"weights={text} must be a run folder or a checkpoint folder inside a run folder") from None
     except InvalidCheckpoint as reason:
         raise UserError(f"weights={text}: invalid checkpoint: {reason}") from None
+
+
+def load_model_of_newest_checkpoint(folder: RunFolder) -> tuple[int, nn.Module] | None:
+    """Return the step and the model of the newest valid checkpoint of a run, or None if there is no such checkpoint.
+
+    The model is in eval mode. Raises UserError if the network cannot be rebuilt.
+    """
+    for checkpoint in storage.list_resumable_checkpoints(folder):
+        try:
+            state, common = rank_file.read_model_and_common_state(checkpoint)
+        except InvalidCheckpoint:
+            continue
+        model = build_model(common.get("recipe", {}), code=folder.path / "code")
+        model.to(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point()))
+        load_weights(model, state, str(checkpoint))
+        return checkpoint.step, model.eval().requires_grad_(False)
+    return None

@@ -143,7 +143,7 @@ class Attempt:
         code = self.folder.path / "code"
         if not (self.folder.path / "meta.json").exists():
             provenance.copy_source(self.folder)
-            self.prepared.copy_user_data_file(code)
+            self.prepared.copy_user_files(code)
             provenance.write_metadata(self.folder, sys.argv, self.prepared.to_dict())
         provenance.record_attempt_start(self.folder)
         self.prepared.verify_checksums()

@@ -115,7 +115,7 @@ def create_rerun_folder(
     with submit.remove_folder_on_error(new):
         with convert_disk_errors(new.path):
             shutil.copytree(old.path / "code", code, ignore=shutil.ignore_patterns("__pycache__"))
-        dataset.copy_user_data_file(code)
+        dataset.copy_user_files(code)
         provenance.copy_custom_files(settings, code, overwrite=overridden)
         provenance.write_metadata(new, ["make", "rerun", f"RUN={old.path.name}"], dataset.to_dict())
         provenance.update_metadata(new, git=provenance.read_metadata(old).get("git"), repeats=old.path.name)
@@ -293,7 +293,7 @@ def main(args: argparse.Namespace) -> int:
     overridden = parse_command_line(arguments).values
     old_code = old.path / "code"
     custom_code.check_custom_settings(settings, old_code, overridden)
-    data_code = None if "data.name" in overridden else old_code
+    data_code = None if overridden.keys() & {"data.name", "data.tokenizer"} else old_code
     dataset = prepare.prepare_dataset_of_config(settings, fallback=False, code=data_code)
 
     print(f"repeats     {old.path}", flush=True)

@@ -124,7 +124,7 @@ def prepare_run_folder(
     with remove_folder_on_error(folder):
         record_resolved_settings(folder.path, prepare.list_replaced_settings(settings, dataset))
         provenance.copy_source(folder)
-        dataset.copy_user_data_file(folder.path / "code")
+        dataset.copy_user_files(folder.path / "code")
         provenance.copy_custom_files(settings, folder.path / "code")
         command = ["make", "exp", f"NAME={name}", f"NODES={settings.launch.nodes}"]
         provenance.write_metadata(folder, command, dataset.to_dict())
@@ -240,7 +240,7 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> Experi
     Raises UserError if other settings are incompatible with the number in the profile.
     """
     ranks = find_group(settings, RanksPerNode)
-    if ranks is None or ranks.processes_per_node != 0:
+    if ranks is None or ranks.is_set:
         return settings
     settings = config_keys.replace_values(settings, {"processes_per_node": profile.ranks_per_node})
     try:

@@ -33,9 +33,9 @@ SETTINGS = (
 SINGLE = "1 process, 1 thread"
 LAYOUTS = {
     SINGLE: ("replicas=1",),
-    "tensor=2": ("replicas=1", "tensor=2"),
-    "tensor=2 sequence=true": ("replicas=1", "tensor=2", "sequence=true"),
-    "fsdp=2": ("replicas=1", "fsdp=2"),
+    "tensor=2": ("tensor=2",),
+    "tensor=2 sequence=true": ("tensor=2", "sequence=true"),
+    "fsdp=2": ("fsdp=2",),
     "replicas=2": ("replicas=2",),
 }
 OURS = "tensor=2 in a loop"

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from common.checkpoint import storage
+from common.models.model_file import read_model
+from common.models.weights import load_model_of_newest_checkpoint
+from common.runs.folder import RunFolder
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
@@ -17,14 +22,14 @@ VARIED = (
     *("accumulate=2", "dtype=float64", "steps=16", "evaluate_every=5"),
 )
 LAYOUT_PAIRS = (
-    ("replicas=1 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=true"),
-    ("replicas=1 fsdp=1 tensor=2 sequence=false", "replicas=1 fsdp=2 tensor=1 sequence=false"),
-    ("replicas=1 fsdp=2 tensor=1 sequence=false", "replicas=2 fsdp=1 tensor=1 sequence=false"),
-    ("replicas=2 fsdp=1 tensor=1 sequence=false", "replicas=1 fsdp=1 tensor=2 sequence=false"),
-    ("replicas=1 fsdp=2 tensor=2 sequence=true", "replicas=1 fsdp=1 tensor=1 sequence=false"),
-    ("replicas=1 fsdp=1 tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
-    ("replicas=1 context=2", "replicas=1 context=1 tensor=2"),
-    ("replicas=1 fsdp=2", "replicas=1 fsdp=2 context=2"),
+    ("replicas=1", "tensor=2 sequence=true"),
+    ("tensor=2", "tensor=1 fsdp=2"),
+    ("fsdp=2", "fsdp=1"),
+    ("", "tensor=2"),
+    ("fsdp=2 tensor=2 sequence=true", "replicas=1 fsdp=1 tensor=1 sequence=false"),
+    ("tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
+    ("context=2", "context=1 tensor=2"),
+    ("fsdp=2", "fsdp=2 context=2"),
 )
 
 
@@ -43,18 +48,33 @@ def test_a_run_is_resumed_with_another_layout(layout: str, new_layout: str, tmp_
     losses = read_losses(folder.read_metrics())
     assert losses == pytest.approx(read_losses(uninterrupted.folder.read_metrics()), abs=1e-9, rel=0)
     assert len(losses) == 16 + 5  # 13 steps per epoch: evaluated after the steps 5, 10, 13, 15 and 16
+    check_model_of_newest_checkpoint(folder)
+
+
+def check_model_of_newest_checkpoint(folder: RunFolder) -> None:
+    """Check that the model of a checkpoint is that of the run, and that a damaged checkpoint is skipped."""
+    saved = load_model_of_newest_checkpoint(folder)
+    assert saved is not None
+    step, model = saved
+    assert step == 16
+    expected = read_model(folder)[1]
+    assert model.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+    (storage.list_resumable_checkpoints(folder)[0].path / storage.make_rank_file_name(0)).write_bytes(b"damaged")
+    older = load_model_of_newest_checkpoint(folder)
+    assert older is not None
+    assert older[0] == 15
 
 
 def test_weights_of_a_layout_are_the_initial_weights_of_another_layout(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, *VARIED, "optim.lr=1e-12", "dropout=0")
-    trained = run_experiment(
-        ENTRY.name, *quick, *VARIED, "replicas=1", "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained"
-    )
+    trained = run_experiment(ENTRY.name, *quick, *VARIED, "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained")
     losses = {}
-    for layout in ("replicas=1 tensor=2", "replicas=1"):
+    for layout in ("tensor=2", "replicas=1"):
         runs = tmp_path / layout.replace(" ", "-")
         weights = f"weights={trained.folder.path}"
         completed = run_experiment(ENTRY.name, *settings, weights, *layout.split(), runs=runs)
         losses[layout] = completed.result["test_loss"]
-    assert losses["replicas=1 tensor=2"] == pytest.approx(losses["replicas=1"], abs=1e-9, rel=0)
+    assert losses["tensor=2"] == pytest.approx(losses["replicas=1"], abs=1e-9, rel=0)
     assert losses["replicas=1"] == pytest.approx(trained.result["test_loss"], abs=1e-6, rel=0)

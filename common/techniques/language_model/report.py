@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.data.text_samples import read_text_facts
+from common.data.text_tokens import open_tokenizer_of_run
 from common.models import model_file, sampling
 from common.runs.result import ReportData
+from common.system.errors import UserError
 from common.training.run_context import RunContext
 
 SAMPLE_TOKENS = 160
@@ -32,11 +34,15 @@ class TextReport:
 
     @functools.cached_property
     def sample(self) -> str:
-        """The prompt and its continuation by the trained model."""
+        """The prompt and its continuation by the trained model, or the reason why there is no sample."""
+        tokenizer = open_tokenizer_of_run(self.run.folder.path / "code", has_file="tokenizer_sha256" in self.facts)
         _, model = model_file.load_model(self.run.folder)
         context = self.run.sample_shape[0]
         seed = self.run.cfg.seed
-        return sampling.sample_text(model, context, self.prompt, tokens=SAMPLE_TOKENS, seed=seed)
+        try:
+            return sampling.sample_text(model, context, tokenizer, self.prompt, tokens=SAMPLE_TOKENS, seed=seed)
+        except UserError as error:
+            return f"none: {error}"
 
     def rows(self) -> Mapping[str, str]:
         bigram = self.facts["bigram_loss"]
@@ -52,6 +58,8 @@ class TextReport:
         }
 
     def result(self) -> ReportData:
-        names = ("bytes", "sha256", "unigram_loss", "bigram_loss")
-        outcome: dict[str, Any] = {name if "loss" in name else f"text_{name}": self.facts[name] for name in names}
+        outcome: dict[str, Any] = {f"text_{name}": self.facts[name] for name in ("bytes", "sha256")}
+        for name in ("tokenizer_sha256", "unigram_loss", "bigram_loss"):
+            if name in self.facts:
+                outcome[name] = self.facts[name]
         return ReportData(outcome=outcome | {"sample": self.sample})

@@ -17,16 +17,16 @@ ENTRY = Entry(
     result_keys=("test_loss", "bits_per_byte", "bigram_loss", "text_sha256", "sample", "samples_per_second"),
     make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3", "accumulate=2"),
     resume_variants=(
-        (*VARIED, "replicas=1", "tensor=2", "sequence=true"),
-        (*VARIED, "replicas=1", "context=2"),
-        (*VARIED, "replicas=1", "fsdp=2", "reshard=false"),
+        (*VARIED, "tensor=2", "sequence=true"),
+        (*VARIED, "context=2"),
+        (*VARIED, "fsdp=2", "reshard=false"),
         (*VARIED, "replicas=2"),
     ),
     page_settings=SMALL_NETWORK,
     page_commands_tested_elsewhere={
         "make sample 'RUN=<id>' 'TEXT=def ' TEMPERATURE=0.7 TOP_K=40": "tests/experiments/test_gpt_parallel.py",
     },
-    evaluation_variants=((*SMALL_NETWORK, "batch=18", "replicas=1", "tensor=2", "precision=bf16"),),
+    evaluation_variants=((*SMALL_NETWORK, "batch=18", "tensor=2", "precision=bf16"),),
     tests_export=True,
     parity_transports=("memory",),
 )

@@ -150,7 +150,7 @@ def test_a_prepared_set_without_statistics_is_damaged(tmp_path: Path) -> None:
 
 def test_the_copy_in_a_run_replaces_a_missing_file(tmp_path: Path) -> None:
     prepared = prepare_function(tmp_path, "return X, Y, X, Y")
-    prepared.copy_user_data_file(tmp_path / "code")
+    prepared.copy_user_files(tmp_path / "code")
     (tmp_path / "own.py").unlink()
     settings = Data(name=prepared.name, root=str(tmp_path), cache=str(tmp_path / "sets"))
     assert prepare.prepare_dataset(settings, code=tmp_path / "code") == prepared

@@ -139,6 +139,11 @@ def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_pat
         ("tiny", b"tiny text", "the text has 9 tokens, but two samples of data.context=8 tokens need 18"),
         ("binary", b"PNG\0\0" + bytes(100), "is a binary file, not text; set data.root to a UTF-8 text file"),
         ("latin", "caf\xe9 ".encode("latin-1") * 10, r"is not UTF-8 text \(byte 3\); convert the file to UTF-8"),
+        (
+            "shorter than the context",
+            b"abcde",
+            "the text has 5 tokens, but two samples of data.context=8 tokens need 18",
+        ),
     ],
 )
 def test_unsuitable_texts_are_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -164,6 +169,14 @@ def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monke
 def test_the_shortest_text_has_one_sample_in_each_part(tmp_path: Path) -> None:
     prepared = prepare_text(draw_text(18), tmp_path)
     assert [len(open_samples(prepared, part)) for part in ("train", "test")] == [1, 1]
+
+
+def test_a_character_is_not_divided_if_the_tokens_are_not_bytes() -> None:
+    content = "äöü".encode() * 10
+    train, test = text.split_text(content, 8, whole_characters=True)
+    assert (len(train), len(test)) == (50, 10)
+    assert test.decode() == "öüäöü"
+    assert [len(part) for part in text.split_text(content, 8, whole_characters=False)] == [51, 9]
 
 
 def test_missing_facts_are_refused(tmp_path: Path) -> None:

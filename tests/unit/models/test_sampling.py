@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from common.data.text_tokens import ByteTokenizer
 from common.models.gpt import GPT
 from common.models.sampling import NextTokenPredictor, draw_token, sample_text, sample_tokens
+from tests.harness.commands.refusals import expect_refusal
 
 CONTEXT = 12
 VOCABULARY = 256
@@ -97,9 +99,26 @@ def test_a_network_without_caches_computes_all_tokens_again() -> None:
     assert sample_tokens(RepeatLast(), 4, [10], 5, temperature=0) == [11, 13, 16, 20, 22]
 
 
+class FixedPositions(nn.Module):
+    """A network with a table of positions that it does not cut to the length of a text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(CONTEXT, VOCABULARY))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.one_hot(input, VOCABULARY) + self.positions
+
+
+@pytest.mark.parametrize("prompt, reason", [([1, 2, 3], "3 tokens (The size"), ([1], "1 token, because it returns")])
+def test_a_network_that_accepts_only_full_texts_is_refused(prompt: list[int], reason: str) -> None:
+    with expect_refusal(f"the network does not accept a text of {reason} ... accepts any length up to 12 tokens"):
+        sample_tokens(FixedPositions(), CONTEXT, prompt, 1)
+
+
 def test_a_prompt_may_contain_any_bytes() -> None:
     prompt = os.fsdecode(b"caf\xe9")  # as Python decodes an argument that is not UTF-8
-    assert sample_text(build_gpt(), CONTEXT, prompt, tokens=2).startswith("caf�")
+    assert sample_text(build_gpt(), CONTEXT, ByteTokenizer(), prompt, tokens=2).startswith("caf�")
 
 
 def test_temperature_and_top_k_limit_the_choices() -> None:
@@ -121,5 +140,5 @@ def test_temperature_and_top_k_limit_the_choices() -> None:
 
 def test_a_sampled_text_starts_with_the_prompt_and_contains_no_control_characters() -> None:
     sampled = [*"é\n\t".encode(), 0x1B, 0xFF]
-    assert sample_text(Recital(sampled, len("def ")), 99, "def ", tokens=6) == "def é\n\t�"
-    assert sample_text(Recital(sampled, len("\n")), 99, "", tokens=6) == "\né\n\t�"
+    assert sample_text(Recital(sampled, len("def ")), 99, ByteTokenizer(), "def ", tokens=6) == "def é\n\t�"
+    assert sample_text(Recital(sampled, len("\n")), 99, ByteTokenizer(), "", tokens=6) == "\né\n\t�"
