@@ -1,4 +1,4 @@
-"""A GPT on several ranks: tensor, sequence, sharded and replicated parallelism, each equal to a single process.
+"""A GPT under tensor, sequence, context, sharded and replicated parallelism, each equal to a single process.
 
     python experiments/gpt_parallel.py                               two replicas on this machine
     python experiments/gpt_parallel.py replicas=1                    a single process

@@ -1,4 +1,4 @@
-"""Measurement of one training step: memory of a rank by category, and bytes that it sends in collectives."""
+"""Measurement of one training step: memory of a rank by category, and bytes that it sends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class StepMeter(StepHook):
     """Hook that measures the first step of an attempt.
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
-    Yuan 2009) for the collectives of the step. `activation_bytes` is the size of the storages that autograd saves for
-    the backward pass of one microbatch, without parameters.
+    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
+    size of the storages that autograd saves for the backward pass of one microbatch, without parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:

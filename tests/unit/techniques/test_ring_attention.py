@@ -88,6 +88,8 @@ def test_an_early_and_a_late_chunk_give_each_rank_the_same_number_of_scores(rank
     size = TOKENS // ranks
     assert consecutive == [size * (size + 1) // 2 + index * size**2 for index in range(ranks)]
     assert consecutive[-1] > 1.4 * sum(consecutive) / ranks
+    if ranks == 2:
+        assert consecutive == [78, 222], "the numbers on the page"
 
 
 @pytest.mark.parametrize("ranks", RANKS)
