@@ -45,6 +45,11 @@ class Layout:
         """Number of ranks among which fsdp divides each parameter, or each shard of tensor parallelism."""
         return self.fsdp * self.context if self.fsdp > 1 else 1
 
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether ranks exchange activations in the forward pass."""
+        return self.tensor > 1 or self.context > 1
+
     def check(self, sizes: Mapping[str, int], batch: int, tokens: int) -> None:
         """Raise ValueError if the model or a batch cannot be divided among the ranks.
 

@@ -75,11 +75,15 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps(evaluate):
         optimizer.zero_grad()
         microbatches = parallel.select_tokens(mask_targets(step, batches, cfg.masked, cfg.seed))  # of this rank
-        valid_tokens = count_valid_tokens(microbatches)  # of all ranks
+        valid_tokens = None
         step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
         for x, y in microbatches:
             with autocast:
                 losses = parallel.sum_loss(network(x), y)
+            if valid_tokens is None:
+                if not cfg.layout.waits_in_forward:  # otherwise, the time would contain waiting for other ranks
+                    step.mark_backward()
+                valid_tokens = count_valid_tokens(microbatches)  # of all ranks
             loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
             step_loss += loss.detach()
             loss.backward()  # also averages the gradients over the ranks of fsdp

@@ -106,7 +106,7 @@ class StepTimestamps(NamedTuple):
     marks: dict[str, Stamp]
     """Timestamps by name, such as "start" and "backward"."""
     layer_spans: list[tuple[Stamp, Stamp]]
-    """Start and end of the forward pass of each sharded layer."""
+    """Start and end of the forward pass of each sharded layer in the first microbatch."""
     waited: float
     """Seconds that synchronized BatchNorm waited for other ranks during the forward pass."""
 
@@ -138,8 +138,10 @@ class StepTimer:
         first_trainable.register_hook(lambda _: self.record_mark("last gradient"))
 
     def _record_layer_span(self, *_: object) -> None:
-        """Store the start and the end of the forward pass of a sharded layer."""
-        self.layer_spans.append((self.layer_starts.pop(), self.clock.stamp()))
+        """Store the start and the end of the forward pass of a sharded layer, unless backward has started before."""
+        start = self.layer_starts.pop()
+        if "backward" not in self.marks:  # later microbatches do not count
+            self.layer_spans.append((start, self.clock.stamp()))
 
     def record_mark(self, name: str) -> None:
         """Record the current time under a name."""

@@ -2,13 +2,14 @@
 
 The blocks follow LLaMA (Touvron et al. 2023, arXiv 2302.13971): RMSNorm before each branch (arXiv 1910.07467), rotary
 position embedding (RoPE, arXiv 2104.09864), SwiGLU (arXiv 2002.05202), and no biases. Every weight is a separate
-matrix, so that each shard of tensor parallelism is a slice of one dimension. `GPT.list_tensor_dims` names this
-dimension for each parameter; all code that divides, joins or counts parameters reads it.
+matrix, so that each shard of tensor parallelism is a slice of one dimension. `GPT.list_shard_dims` states once how each
+parameter is divided: the layers, the formulas and torch's DTensors read it, and all other code reads the DTensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,16 @@ HIDDEN_MULTIPLE = 32
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention: maps queries [N, heads, T, D] and keys and values [N, key_value_heads, T, D], whose heads may be
 fewer, to outputs [N, heads, T, D]."""
+
+
+@dataclass(frozen=True)
+class ShardDims:
+    """Dimensions of a parameter that the ranks of each mesh dimension divide. Replicas hold copies."""
+
+    tensor: int | None
+    """Dimension that the ranks of tensor parallelism divide, or None if each of them holds the whole parameter."""
+    fsdp: int
+    """Dimension that the ranks of sharded parameters divide."""
 
 
 class KeyValueCache:
@@ -294,19 +305,22 @@ class GPT(nn.Sequential):
         """The blocks in their order."""
         return [layer for layer in self if isinstance(layer, Block)]
 
-    def list_tensor_dims(self) -> dict[str, int | None]:
-        """Return the dimension in which each parameter is divided among the ranks of tensor parallelism, by name.
+    def list_shard_dims(self) -> dict[str, ShardDims]:
+        """Return the dimensions in which each parameter is divided among ranks, by name.
 
         Tensor parallelism divides queries, keys, values and the first feed-forward matrices by outputs (dimension 0),
         the matrices that end a branch by inputs (dimension 1), and the tables of token vectors by tokens (dimension 0).
-        The scales of the norms are None: every rank holds all of them.
+        Every rank of tensor parallelism holds the scales of the norms. Sharded parameters are divided by dimension 0,
+        the only one that `fully_shard` can divide unevenly.
         """
-        dims: dict[str, int | None] = {}
+        dims = {}
         for name, parameter in self.named_parameters():
+            tensor_dim: int | None = 0
             if parameter.dim() < 2:
-                dims[name] = None
-            else:
-                dims[name] = 1 if name.endswith(("output.weight", "down.weight")) else 0
+                tensor_dim = None
+            elif name.endswith(("output.weight", "down.weight")):
+                tensor_dim = 1
+            dims[name] = ShardDims(tensor=tensor_dim, fsdp=0)
         return dims
 
     def forward(self, input: Tensor) -> Tensor:

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.parity.driver import train_cases
-from tests.harness.parity.gpt_parallel_cases import GPT_PARALLEL, STEPS
+from tests.harness.parity.gpt_parallel_cases import (
+    DELAY_SECONDS,
+    GPT_PARALLEL,
+    INTERRUPTED_STEP,
+    STEPS,
+    list_formula_gaps,
+)
 from tests.harness.parity.method import run_reference
 from tests.harness.parity.reference import list_differences
 
@@ -27,6 +34,11 @@ CASES = {
         f"replicas=2,accumulate=2,{BUILTIN}",
         "context=2,accumulate=2",
         f"context=2,{BUILTIN}",
+    ),
+    3: (
+        "fsdp=3,batch=9",
+        f"fsdp=3,batch=9,reshard=false,{BUILTIN}",
+        f"fsdp=3,batch=9,{GROUPED}",
     ),
     4: (
         "tensor=4,sequence=true",
@@ -53,27 +65,59 @@ CASES = {
         "context=2,fsdp=2,replicas=2",
     ),
 }
-DRAWN_CASES = {2: 3, 4: 4, 8: 1}
-"""Number of cases that a test run draws for each number of ranks."""
+DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
+"""Number of cases that a test run draws for each number of ranks. 3 ranks divide no dimension but `hidden` evenly."""
+FEW = "steps=8"
+SAVED = f"checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
+UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
+RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
+UNINTERRUPTED_CONTEXT = f"context=2,{SAVED}"
+RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
+RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT)}
+"""Cases that must equal another case to the bit."""
+OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
+SLOW_RANK = "slow_rank,replicas=2"
+FIXED_CASES = {
+    2: (SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
+    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS),
+}
+"""Cases of each test run, in addition to the drawn ones."""
 
 
 def get_reference_case(case: str) -> str:
     """Return the case of one process that trains the same model."""
-    return f"{BASE},{GROUPED}" if GROUPED in case else BASE
+    shared_settings = [settings for settings in (GROUPED, "batch=9", FEW) if settings in case]
+    return ",".join([BASE, *shared_settings])
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> None:
     cases = draw_cases(f"gpt-layouts-{ranks}", CASES[ranks], DRAWN_CASES[ranks])
+    cases = [*cases, *FIXED_CASES.get(ranks, ())]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, ranks, cases)
     assert list(outcomes) == cases
     for case, outcome in outcomes.items():
         single_process = run_reference(GPT_PARALLEL, cache, get_reference_case(case))
         assert list_differences(outcome, single_process) == [], case
         losses = single_process["losses"]
-        assert len(outcome["norms"]) == len(losses) == STEPS
+        assert len(outcome["norms"]) == len(losses) == (8 if FEW in case else STEPS)
         assert max(single_process["norms"]) > 1, "the comparison requires gradients that are clipped"
         assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
+
+        differing = [gap.partition(":")[0] for gap in list_formula_gaps(outcome["result"])]
+        # fully_shard copies gathered parameters in another way if it divides another dimension than 0.
+        assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
+
+        times = [first_step["before_backward"] for first_step in outcome["first_steps"]]
+        waits_in_forward = "tensor=" in case or "context=" in case
+        assert [time is None for time in times] == [waits_in_forward] * ranks, case
+        if case == SLOW_RANK:
+            assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
+        if case in RESUMED:
+            uninterrupted = outcomes[RESUMED[case]]
+            assert outcome["losses"] == uninterrupted["losses"]
+            for name, tensor in uninterrupted["state"].items():
+                assert torch.equal(outcome["state"][name], tensor), name
 
 
 def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> float:

@@ -23,18 +23,24 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
     gradients are summed within each replica, and then among the replicas.
 
     The parameters of a block are gathered just before they are needed. The embedding, the last norm and the head form
-    one unit, because the embedding and the head may share their table. This unit is gathered during the whole step.
+    one unit, because the embedding and the head may share their table. This unit is gathered until the backward pass
+    ends.
     """
-    from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
+    from torch.distributed.fsdp import fully_shard  # imported here because the imports take two seconds
+    from torch.distributed.tensor import Shard
 
     dim = "fsdp"
     if layout.context > 1:
         dim = "fsdp_context"
         mesh["fsdp", "context"]._flatten(dim)
     data_mesh = mesh["replicas", dim] if layout.replicas > 1 else mesh[dim]
+    dims = model.list_shard_dims()
+    placements = {parameter: Shard(dims[name].fsdp) for name, parameter in model.named_parameters()}
     for block in model.blocks:
-        fully_shard(block, mesh=data_mesh, reshard_after_forward=layout.reshard)
-    fully_shard(model, mesh=data_mesh)
+        fully_shard(
+            block, mesh=data_mesh, reshard_after_forward=layout.reshard, shard_placement_fn=placements.__getitem__
+        )
+    fully_shard(model, mesh=data_mesh, shard_placement_fn=placements.__getitem__)
 
 
 def find_gradient_group(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup | None:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.models.gpt import ShardDims
 from configs.layout import Layout
 
 ADAM_STATES = 2
@@ -51,18 +52,22 @@ class Shape:
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """Shape of a parameter, and the dimension that tensor parallelism divides, or None."""
+    """Shape of a parameter, and the dimensions in which it is divided among ranks."""
 
     shape: tuple[int, ...]
-    tensor_dim: int | None
+    dims: ShardDims
 
     def count_local(self, layout: Layout) -> int:
-        """Return the number of values that the first rank stores. fully_shard divides the first dimension."""
+        """Return the number of values that the first rank stores. An uneven division gives it the largest shard."""
         sizes = list(self.shape)
-        if self.tensor_dim is not None:
-            sizes[self.tensor_dim] //= layout.tensor
-        sizes[0] = -(-sizes[0] // layout.parameter_shards)
+        if self.dims.tensor is not None:
+            sizes[self.dims.tensor] //= layout.tensor
+        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.parameter_shards)
         return math.prod(sizes)
+
+    def count_gathered(self, layout: Layout) -> int:
+        """Return the number of values after the shards of fsdp are gathered, which are padded to equal sizes."""
+        return layout.parameter_shards * self.count_local(layout)
 
 
 def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> dict[str, int]:
@@ -70,6 +75,28 @@ def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout,
     stored = element_bytes * sum(size.count_local(layout) for size in parameters.values())
     optimizer = ADAM_STATES * stored + STEP_BYTES * len(parameters)
     return {"parameters": stored, "gradients": stored, "optimizer": optimizer}
+
+
+def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> int:
+    """Return the bytes of parameters on the first rank, including gathered ones, at the peak of a step.
+
+    With fully_shard, the embedding, the last norm and the head stay gathered. With `reshard`, a single block is
+    gathered at a time; otherwise, all blocks are gathered at the end of the forward pass. The buffers of all-gathers
+    are not included.
+    """
+    stored = sum(size.count_local(layout) for size in parameters.values())
+    if layout.fsdp == 1:
+        return stored * element_bytes
+    blocks: dict[str, int] = {}
+    outside = 0
+    for name, size in parameters.items():
+        layer = name.partition(".")[0]
+        if layer.startswith("block"):
+            blocks[layer] = blocks.get(layer, 0) + size.count_gathered(layout)
+        else:
+            outside += size.count_gathered(layout)
+    inside = max(blocks.values()) if layout.reshard else sum(blocks.values())
+    return (stored + outside + inside) * element_bytes
 
 
 def predict_activation_bytes(shape: Shape, layout: Layout) -> int:

@@ -56,8 +56,8 @@ def describe_shape(cfg: Config, model: GPT) -> Shape:
 
 
 def list_parameter_sizes(model: GPT) -> dict[str, ParameterSize]:
-    """Return the full shape of each parameter, and the dimension that tensor parallelism divides, by name."""
-    dims = model.list_tensor_dims()
+    """Return the full shape of each parameter, and the dimensions in which it is divided, by name."""
+    dims = model.list_shard_dims()
     return {name: ParameterSize(tuple(tensor.shape), dims[name]) for name, tensor in model.named_parameters()}
 
 
@@ -95,6 +95,9 @@ class LayoutReport:
             predicted = layout_formulas.predict_state_bytes(sizes, cfg.layout, shape.element_bytes)
             full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
             full_state_bytes = sum(full_state.values())
+            predicted["peak_parameters"] = layout_formulas.predict_peak_parameter_bytes(
+                sizes, cfg.layout, shape.element_bytes
+            )
             if cfg.optim.name not in ("adam", "adamw"):
                 del predicted["optimizer"]
                 full_state_bytes = 0
@@ -113,7 +116,7 @@ class LayoutReport:
         lines = []
         for name, size in self._list_categories().items():
             formula = f" (formula: {self.predicted[name] / 1e6:.3f})" if name in self.predicted else ""
-            lines.append(f"{name}: {size / 1e6:.3f} MB{formula}")
+            lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
         layout = self.layout
         degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} context={layout.context} tensor={layout.tensor}"
         rows = {

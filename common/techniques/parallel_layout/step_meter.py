@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from common.measure.metrics_log import Values
 from common.training.hooks import StepHook
 
 COLLECTIVE_NAMESPACE = "c10d"
+GATHER_OPERATION = "fsdp::split_with_sizes_copy"
+"""Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
 """How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
 
@@ -30,6 +34,7 @@ class StepMeter(StepHook):
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
     Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
     size of the storages that autograd saves for the backward pass of one microbatch, without parameters.
+    `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -38,9 +43,10 @@ class StepMeter(StepHook):
         self.is_done = False
         self.contexts = contextlib.ExitStack()
         self.collectives = CollectiveCounter()
+        self.gathered_parameters = GatheredParameters()
         self.saved_tensors = SavedTensors(model)
         self.memory: dict[str, int] = {}
-        """Bytes by category: parameters, gradients, optimizer, activations, buffers."""
+        """Bytes by category: parameters, peak_parameters, gradients, optimizer, activations, buffers."""
 
     @property
     def sent_bytes(self) -> int:
@@ -50,8 +56,11 @@ class StepMeter(StepHook):
     def before_step(self) -> None:
         """Start to observe the first step."""
         if not self.is_done:
+            free_gathered_parameters(self.model)
             self.contexts.enter_context(self.collectives)
+            self.contexts.enter_context(self.gathered_parameters)
             self.contexts.enter_context(self.saved_tensors.hooks)
+            self.saved_tensors.start()
 
     def collect_values(self) -> Values:
         """Measure the memory at the end of the first step. The gradients still exist."""
@@ -69,13 +78,23 @@ class StepMeter(StepHook):
         state: list[Any] = []
         for values in self.optimizer.state.values():
             state += values.values()
+        stored = count_bytes(parameters)
         return {
-            "parameters": count_bytes(parameters),
+            "parameters": stored,
+            "peak_parameters": stored + self.gathered_parameters.peak_bytes,
             "gradients": count_bytes(parameter.grad for parameter in parameters),
             "optimizer": count_bytes(state),
             "activations": self.saved_tensors.bytes,
             "buffers": count_bytes(self.model.buffers()),
         }
+
+
+def free_gathered_parameters(model: nn.Module) -> None:
+    """Free the parameters that an evaluation has left gathered, so that the next step gathers them like later steps."""
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)  # added by fully_shard
+        if reshard is not None:
+            reshard()
 
 
 def count_bytes(values: Iterable[Any]) -> int:
@@ -99,8 +118,12 @@ class SavedTensors:
         self.storages: list[Any] = []
         """The storages, so that no address is used again during the measurement."""
         self.has_ended = False
-        self.registration = model.register_forward_pre_hook(self._start_microbatch)
+        self.registration: RemovableHandle | None = None
         self.is_recording = False
+
+    def start(self) -> None:
+        """Record the saved tensors from the next forward pass of the model."""
+        self.registration = self.model.register_forward_pre_hook(self._start_microbatch)
 
     @property
     def bytes(self) -> int:
@@ -110,7 +133,7 @@ class SavedTensors:
     def _start_microbatch(self, model: nn.Module, inputs: Any) -> None:
         """Record from the first forward pass until the second one."""
         self.is_recording = not self.has_ended
-        if self.has_ended:
+        if self.has_ended and self.registration is not None:
             self.registration.remove()
             self.storages.clear()
         self.has_ended = True
@@ -133,6 +156,30 @@ class SavedTensors:
             local = detached.to_local() if hasattr(detached, "to_local") else detached
             addresses.add(local.untyped_storage().data_ptr())
         return addresses
+
+
+class GatheredParameters(TorchDispatchMode):
+    """Context in which the memory of the parameters that `fully_shard` gathers is observed.
+
+    `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive
+    are not counted, because the thread that receives them frees them at any time after their use. Parameters that are
+    divided in a dimension other than 0 are copied once more; this copy is not observed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name() == GATHER_OPERATION and kwargs:
+            self.storages.update(parameter.untyped_storage() for parameter in kwargs["out"])
+            # The memory only grows in this operation, so the peak is after one of them.
+            self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.storages))
+        return result
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -106,8 +106,8 @@ def divide_model(model: GPT, ranks: TensorRanks) -> None:
     The shards are parts of the initial parameters of the whole model, which must be equal on all ranks. Parameters keep
     their names.
     """
-    tensor_dims = model.list_tensor_dims()
-    for name, dim in tensor_dims.items():
+    for name, dims in model.list_shard_dims().items():
+        dim = dims.tensor
         layer_name = name.removesuffix(".weight")
         layer = model.get_submodule(layer_name)
         placement: Placement = Replicate() if dim is None else Shard(dim)

@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from common.checkpoint.state_dicts import gather_full_tensor
 from common.data import loader
 from common.data.prepare import PreparedDataset
-from common.models.gpt import GPT, NOT_SCORED
+from common.models.gpt import GPT, NOT_SCORED, ShardDims
 from common.models.position_dropout import PositionDropout
 from common.models.sample_dropout import list_dropout_layers
-from common.runs.result import ReportData
+from common.runs.result import ReportData, parse_result
 from common.system.seeds import derive_seed
 from common.techniques.language_model.targets import draw_ignored
-from common.techniques.parallel_layout import parallel_model, tensor_layers
+from common.techniques.parallel_layout import layout_report, parallel_model, tensor_layers
 from common.techniques.parallel_layout.attention_blocks import Attended
 from common.techniques.parallel_layout.parallel_model import ParallelModel
 from common.techniques.parallel_layout.tensor_layers import BranchNorm, TiedParallelHead
 from common.training import gradient_norm
-from configs.gpt_parallel import Config
+from common.training.hooks import StepHook
+from common.training.loop import Step
+from common.training.run import Run
+from configs.gpt_parallel import Config, LayoutSettings
 from experiments import gpt_parallel
 from tests.harness.parity import reference
-from tests.harness.parity.method import Outcome, ParityMethod, change_result
+from tests.harness.parity.method import (
+    Outcome,
+    ParityMethod,
+    Replacement,
+    change_result,
+    collect_state,
+    replace_attributes,
+)
 from tests.harness.repository import ROOT
 
 VOCABULARY = 256
 STEPS = 20
+INTERRUPTED_STEP = 5
+"""Last step of an epoch, after whose checkpoint a training is interrupted. It is resumed with an evaluation."""
+DELAY_SECONDS = 0.03
+"""Additional time of a step on a slow rank."""
 SETTINGS = (
     "data.name=text",
     f"data.root={ROOT / 'common/training/loop.py'}",
@@ -58,6 +77,25 @@ SETTINGS = (
 )
 
 
+MEMORY_TOLERANCES = {"parameters": 0, "peak_parameters": 0.05, "gradients": 0, "optimizer": 0, "activations": 0.05}
+"""Largest relative difference of measured bytes from a formula, by category."""
+SENT_TOLERANCE = 0.01
+SENT_NUMBERS_BYTES = 100
+"""Limit for the messages that no formula counts: the norm of the gradients and the number of valid tokens."""
+
+
+def list_formula_gaps(result: dict[str, Any]) -> list[str]:
+    """Return the categories of memory and messages whose measurement is not the value of their formula."""
+    gaps = []
+    for name, tolerance in (MEMORY_TOLERANCES | {"sent": SENT_TOLERANCE}).items():
+        measured = result[f"{name}_bytes"]
+        formula = result[f"predicted_{name}_bytes"]
+        uncounted = SENT_NUMBERS_BYTES if name == "sent" else 0
+        if abs(measured - formula) > tolerance * formula + uncounted:
+            gaps.append(f"{name}: {measured} bytes, {formula} by the formula")
+    return gaps
+
+
 def load_tokens(prepared: PreparedDataset, part: str, limit: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets int64 [N, T]."""
     inputs = torch.from_numpy(prepared.map_array(f"{part}_images")[:limit]).long()
@@ -82,6 +120,70 @@ def build_gpt(cfg: Any) -> nn.Module:
     ).double()
 
 
+class FirstStep:
+    """Observations of the first step on one rank."""
+
+    def __init__(self) -> None:
+        self.initial: dict[str, Tensor] = {}
+        """Initial full parameters, by name."""
+        self.gradients: dict[str, Tensor] = {}
+        """Full gradients before clipping, by name."""
+        self.mask = torch.empty(0)
+        """Values [n, T, width] that the dropout layer of the embedding drops in this rank's samples and tokens."""
+
+    def record_initial(self, parallel: ParallelModel) -> None:
+        if not self.initial:
+            state = collect_state([parallel.model])
+            self.initial = {name: tensor.clone() for name, tensor in state.items()}
+
+    def record_gradients(self, original: Any, step: Step, parameters: Any, max_norm: float) -> None:
+        if not self.gradients:
+            assert step.run.state is not None
+            for name, parameter in step.run.state.parts[0].named_parameters():
+                gradient: Any = parameter.grad
+                self.gradients[name] = gather_full_tensor(gradient).clone()
+        original(step, parameters, max_norm)
+
+    def record_mask(self, original: Any, layer: PositionDropout, *arguments: Any) -> Tensor:
+        mask: Tensor = original(layer, *arguments)
+        if not len(self.mask):
+            self.mask = mask
+        return mask
+
+
+def train(cfg: Config, run: Run) -> Outcome:
+    """Train, and return the first steps of all ranks and the values of result.json on rank 0.
+
+    `before_backward` is the time of a rank from the start of a typical step to backward, if it was measured.
+    """
+    forget_meshes()
+    first_step = FirstStep()
+    with replace_attributes(
+        change_result(gpt_parallel, "parallelize", first_step.record_initial),
+        (Step, "clip_gradients", first_step.record_gradients),
+        (PositionDropout, "draw_dropped", first_step.record_mask),
+    ):
+        gpt_parallel.main(cfg, run)
+    times = run.times.summarize_steps() if run.times else None
+    before_backward = times.before_backward if times else None
+    observations = vars(first_step) | {"before_backward": before_backward}
+    torch.save(observations, run.folder.path / f"first-step-{run.world.rank}.pt")
+    torch.distributed.barrier()
+    if not run.world.is_main:
+        return {}
+    files = [run.folder.path / f"first-step-{rank}.pt" for rank in range(run.world.size)]
+    first_steps = [torch.load(file, weights_only=True) for file in files]
+    return {"first_steps": first_steps, "result": parse_result(run.folder.result).flatten_values()}
+
+
+def forget_meshes() -> None:
+    """Clear torch's cache of DTensor operations.
+
+    It contains the meshes of earlier cases, and equal meshes of later cases have process groups with other names.
+    """
+    _clear_sharding_prop_cache()
+
+
 def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tuple[int, ...]) -> Outcome:
     """Train in one process. The loss is the mean over the scored tokens of the whole batch."""
     inputs, targets = load_tokens(prepared, "train", cfg.data.train_limit)
@@ -92,6 +194,7 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
     model.train()
     losses: list[float] = []
     norms: list[float] = []
+    first_step: dict[str, Any] = {"initial": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     for epoch in itertools.count():
         order = torch.from_numpy(loader.draw_sample_order(len(inputs), cfg.seed, epoch))
         full_batches = len(order) // cfg.batch
@@ -103,8 +206,15 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
             ignored = draw_ignored(positions, cfg.data.context, cfg.masked, derive_seed(cfg.seed, "masked", epoch))
             scored_targets = targets[samples].masked_fill(ignored, NOT_SCORED)
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs[samples]).flatten(0, 1), scored_targets.flatten())
+            logits = model(inputs[samples]).flatten(0, 1)
+            loss = F.cross_entropy(logits, scored_targets.flatten())
             loss.backward()
+            if not losses:
+                first_step |= observe_gradients_and_mask(model, positions, cfg)
+                token_losses = F.cross_entropy(logits.detach(), scored_targets.flatten(), reduction="none")
+                token_losses = token_losses.view_as(ignored)
+                first_step |= {"inputs": inputs[samples], "targets": targets[samples]}
+                first_step |= {"is_scored": ~ignored, "losses": token_losses}
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).item())
             rate = reference.compute_learning_rate(cfg.optim, len(losses), cfg.steps)
             for group in optimizer.param_groups:
@@ -113,12 +223,75 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
             losses.append(loss.item())
         if len(losses) == cfg.steps:
             break
+    scores = score(cfg, model, prepared)
+    state = dict(model.named_parameters())
+    return {"losses": losses, "norms": norms, "state": state, "scores": scores, "first_step": first_step}
+
+
+def observe_gradients_and_mask(model: Any, samples: range, cfg: Any) -> dict[str, Any]:
+    """Return the gradients, by name, and the values [N, T, width] that the embedding's dropout layer drops."""
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    mask = model.embedding.dropout.draw_dropped(samples, cfg.data.context, cfg.size.width)
+    return {"gradients": gradients, "mask": mask}
+
+
+def score(cfg: Any, model: nn.Module, prepared: PreparedDataset) -> dict[str, float]:
     test_inputs, test_targets = load_tokens(prepared, "test", cfg.data.test_limit)
     model.eval()
     with torch.no_grad():
         test_loss = F.cross_entropy(model(test_inputs).flatten(0, 1), test_targets.flatten()).item()
-    scores = {"test_loss": test_loss, "test_samples": len(test_inputs)}
-    return {"losses": losses, "norms": norms, "state": dict(model.named_parameters()), "scores": scores}
+    return {"test_loss": test_loss, "test_samples": len(test_inputs)}
+
+
+# ---- changes: each function gets the function that it replaces as first argument
+
+
+class Interrupted(Exception):
+    """Ends a training at its last checkpoint."""
+
+
+class Interruption(StepHook):
+    """Hook that interrupts a training after a checkpoint."""
+
+    def between_steps(self, number: int) -> None:
+        if number == INTERRUPTED_STEP:
+            raise Interrupted
+
+
+def resume_training(original: Any, cfg: Config, run: Run, layout: LayoutSettings | None = None) -> None:
+    """Train until an interruption, with another layout if one is passed. Then resume with the layout of the case."""
+    interrupted_cfg = dataclasses.replace(cfg, layout_settings=layout or cfg.layout_settings)
+    interrupted = Run(interrupted_cfg, run.folder, run.ranks, run.prepared)
+    interrupted.add_hook(Interruption())
+    with contextlib.suppress(Interrupted):
+        original(interrupted.cfg, interrupted)
+    interrupted.close()
+    forget_meshes()
+    original(cfg, run)
+    assert run.resumed_after == INTERRUPTED_STEP
+
+
+def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
+    """Resume from a checkpoint of sharded parameters without tensor parallelism."""
+    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size, replicas=1))
+
+
+def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
+    """Resume from a checkpoint of ranks that divide the tokens only."""
+    resume_training(original, cfg, run, LayoutSettings(context=run.world.size, replicas=1))
+
+
+def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
+    """Let the last rank need more time before its forward pass."""
+    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        time.sleep(DELAY_SECONDS)
+    return original(*arguments)
+
+
+def divide_other_dims(original: Any, model: GPT) -> dict[str, ShardDims]:
+    """State that sharded parameters divide the last dimension of each parameter."""
+    ranks = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    return {name: dataclasses.replace(dims, fsdp=ranks[name] - 1) for name, dims in original(model).items()}
 
 
 # ---- mistakes
@@ -128,10 +301,12 @@ def redraw_shards(original: Any, model: GPT, ranks: Any) -> None:
     """Draw the initial values of each shard on its rank, instead of slicing the initial values of the whole model."""
     original(model, ranks)
     torch.manual_seed(100 + ranks.index)
+    dims = model.list_shard_dims()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                tensor_layers.get_local_shard(parameter).normal_(std=0.02)
+        for name, parameter in model.named_parameters():
+            if dims[name].tensor is not None:
+                shard = tensor_layers.get_local_shard(parameter)
+                shard.normal_(std=shard.std().item())
 
 
 def forget_token_shards(parallel: ParallelModel) -> None:
@@ -149,10 +324,11 @@ def use_different_masks(parallel: ParallelModel) -> None:
         layer.seed += parallel.tensor_ranks.index
 
 
-def use_equal_masks(parallel: ParallelModel) -> None:
-    """Use the same mask for the different samples of all ranks."""
-    for layer in list_dropout_layers([parallel.model]):
-        layer.set_positions = lambda epoch, microbatches: None  # type: ignore[method-assign]
+def use_equal_masks(original: Any, layer: PositionDropout, samples: range, tokens: int, width: int) -> Tensor:
+    """Use the masks of the samples of rank 0 on all replicas."""
+    offset = torch.distributed.get_rank() * len(samples)
+    mask: Tensor = original(layer, range(samples.start - offset, samples.stop - offset), tokens, width)
+    return mask
 
 
 def restart_positions(parallel: ParallelModel) -> None:
@@ -181,15 +357,17 @@ def untie_head(original: Any, head: TiedParallelHead, x: Tensor) -> Tensor:
 
 
 def count_table_twice(original: Any, head: TiedParallelHead, x: Tensor) -> Tensor:
-    """Sum the gradient of the head's use of the table over the ranks, which hold different rows."""
+    """Count the gradient of the head's use of the table twice."""
     weight = tensor_layers.get_local_shard(head.weight)
     return F.linear(x, weight + weight - weight.detach())
 
 
 def average_per_rank(original: Any, parallel: ParallelModel, logits: Tensor, targets: Tensor) -> Tensor:
-    """Average the losses of each rank over its own scored tokens."""
-    mean_count = 0.7 * targets.numel()  # only the weights of the ranks are wrong, not the size of the loss
+    """Average the losses of each rank over its own scored tokens. The loss is the mean of the ranks' means."""
     count = (targets != NOT_SCORED).sum()
+    total = count.clone()
+    torch.distributed.all_reduce(total)
+    mean_count = total / torch.distributed.get_world_size()
     return original(parallel, logits, targets) / count * mean_count
 
 
@@ -212,11 +390,16 @@ def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
     return square.sqrt()
 
 
-MISTAKES = {
+CHANGES: dict[str, Sequence[Replacement]] = {
+    "resumed": [(gpt_parallel, "main", resume_training)],
+    "resumed_from_fsdp": [(gpt_parallel, "main", resume_from_fsdp)],
+    "resumed_from_context": [(gpt_parallel, "main", resume_from_context)],
+    "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
+    "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],
     "forgets_token_shards": [change_result(gpt_parallel, "parallelize", forget_token_shards)],
     "different_masks": [change_result(gpt_parallel, "parallelize", use_different_masks)],
-    "equal_masks": [change_result(gpt_parallel, "parallelize", use_equal_masks)],
+    "equal_masks": [(PositionDropout, "draw_dropped", use_equal_masks)],
     "restarts_positions": [change_result(gpt_parallel, "parallelize", restart_positions)],
     "averages_outputs": [(Attended, "merge", average_outputs)],
     "partial_scales": [(BranchNorm, "forward", keep_partial_scale_gradients)],
@@ -230,11 +413,14 @@ MISTAKES = {
 GPT_PARALLEL = ParityMethod(
     name="gpt_parallel_cases:GPT_PARALLEL",
     schema=Config,
-    train=gpt_parallel.main,
+    train=train,
     settings=SETTINGS,
     ranks_setting="",
-    replacements=[(gpt_parallel, "TextReport", lambda original, run, prompt: ReportData({}))],
-    changes=MISTAKES,
+    replacements=[
+        (gpt_parallel, "TextReport", lambda original, run, prompt: ReportData({})),
+        (layout_report, "PRODUCT_SIZE", 8),  # the rate of large matrix products takes longer than a case
+    ],
+    changes=CHANGES,
     build_model=build_gpt,
     train_reference=train_reference,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common.models import networks
-from common.models.gpt import GPT, NORM_EPSILON, Attention, rotate_positions
+from common.models.gpt import GPT, NORM_EPSILON, Attention, ShardDims, rotate_positions
 from common.system.errors import UserError
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 32
@@ -35,12 +35,16 @@ def test_layers_have_the_documented_names_and_sizes(activation: str, hidden: int
     assert not [name for name in shapes if name.endswith("bias")]
 
 
-def test_every_parameter_has_a_tensor_dimension() -> None:
-    dims = build_gpt(tied=False).list_tensor_dims()
-    assert dims["embedding.weight"] == dims["head.weight"] == 0
-    assert dims["block0.attention.key.weight"] == dims["block0.feed_forward.gate.weight"] == 0
-    assert dims["block0.attention.output.weight"] == dims["block1.feed_forward.down.weight"] == 1
-    assert dims["norm.weight"] is dims["block0.attention_norm.weight"] is None
+def test_every_parameter_states_how_it_is_divided() -> None:
+    model = build_gpt(tied=False)
+    dims = model.list_shard_dims()
+    assert dims.keys() == dict(model.named_parameters()).keys()
+    by_outputs = ShardDims(tensor=0, fsdp=0)
+    assert dims["embedding.weight"] == dims["head.weight"] == by_outputs
+    assert dims["block0.attention.key.weight"] == dims["block0.feed_forward.gate.weight"] == by_outputs
+    by_inputs = ShardDims(tensor=1, fsdp=0)
+    assert dims["block0.attention.output.weight"] == dims["block1.feed_forward.down.weight"] == by_inputs
+    assert dims["norm.weight"] == dims["block0.attention_norm.weight"] == ShardDims(tensor=None, fsdp=0)
 
 
 def test_weights_that_end_a_branch_start_smaller() -> None:
