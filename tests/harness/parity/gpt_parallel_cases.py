@@ -273,12 +273,12 @@ def resume_training(original: Any, cfg: Config, run: Run, layout: LayoutSettings
 
 def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of sharded parameters without tensor parallelism."""
-    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size, replicas=1))
+    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size))
 
 
 def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of ranks that divide the tokens only."""
-    resume_training(original, cfg, run, LayoutSettings(context=run.world.size, replicas=1))
+    resume_training(original, cfg, run, LayoutSettings(context=run.world.size))
 
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
