@@ -36,9 +36,9 @@ def list_positions(tokens: int, index: int, ranks: int) -> Tensor:
 def choose_block(index: int, source: int, tokens: int) -> Block:
     """Return what a rank computes with the keys of the rank `source`. Each rank has `tokens` tokens.
 
-    With its own keys, a rank computes causal attention. With all other keys, it needs no mask: both chunks of the
-    queries are later than the early chunk of a lower rank and not later than its late chunk, while only the late chunk
-    of the queries is later than the keys of a higher rank.
+    With its own keys, a rank computes causal attention. With all other keys, it needs no mask. Both chunks of the
+    queries lie between the two chunks of a lower rank, and attend to its early chunk. The two chunks of a higher rank
+    lie between the chunks of the queries, and only the late chunk of the queries attends to them.
     """
     early = slice(0, tokens // 2)
     late = slice(tokens // 2, tokens)

@@ -183,7 +183,7 @@ class GatheredParameters(TorchDispatchMode):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context in which the bytes of all collectives are counted."""
+    """Context in which the bytes of all collectives and messages are counted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from common.models.gpt import attend_to_past
+from common.system.errors import UserError
+from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.attention_blocks import Attended, attend_block, differentiate_block
 from common.techniques.parallel_layout.context_ranks import choose_block, list_positions
+from configs.layout import Layout
 
 TOKENS = 24
 RANKS = (2, 3, 4)
@@ -103,6 +107,12 @@ def test_blocks_equal_full_attention(ranks: int, key_value_heads: int) -> None:
     torch.testing.assert_close(outputs, expected.detach(), rtol=0, atol=1e-14)
     for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
         torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=1e-13)
+
+
+def test_ring_attention_is_refused_on_gpus() -> None:
+    run: Any = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(UserError, match=r"context=2 runs on CPUs only; set launch.device=cpu, or use context=1"):
+        parallelize(torch.nn.Identity(), Layout(context=2), run)
 
 
 def test_blocks_in_bf16_round_little_more_than_full_attention() -> None:
