@@ -63,22 +63,26 @@ class LayoutSettings(RanksPerNode):
 
     processes_per_node: int = at_least(0, 0)
     """Number of ranks per host. With replicas=0, 0 uses the number in the cluster profile, or the number that torchrun
-    or srun started. Otherwise, `replicas`, `fsdp` and `tensor` determine the number of ranks."""
+    or srun started. Otherwise, `replicas`, `fsdp`, `context` and `tensor` determine the number of ranks."""
     tensor: int = between(1, 64, 1)
     """Number of ranks among which each matrix is divided (tensor parallelism, arXiv 1909.08053)."""
     sequence: bool = False
     """Also divide the tokens among the ranks of tensor parallelism, outside of attention and feed-forward layers
     (sequence parallelism, arXiv 2205.05198). This divides the memory of these activations."""
+    context: int = between(1, 64, 1)
+    """Number of ranks among which the tokens of each sample are divided, also inside of attention (context parallelism
+    with ring attention, arXiv 2310.01889). `data.context` is the number of tokens of a sample. CPUs only."""
     fsdp: int = between(1, 64, 1)
     """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
-    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch."""
+    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch. With `context`, the ranks that
+    divide the tokens also divide the parameters."""
     reshard: bool = True
     """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
     backward pass. false keeps them, which needs more memory and less communication."""
     replicas: int = between(0, 64, 0)
     """Number of copies of the model, each of which processes another shard of the batch. With fsdp, this is hybrid
-    sharding. 0 divides all ranks into replicas. If the number of ranks is unknown, 0 means two replicas without fsdp
-    and tensor, and otherwise one replica or, on several hosts, as many as needed to use each host."""
+    sharding. 0 divides all ranks into replicas. If the number of ranks is unknown, 0 means two replicas without fsdp,
+    context and tensor, and otherwise one replica or, on several hosts, as many as needed to use each host."""
 
     @property
     def is_set(self) -> bool:
@@ -86,8 +90,8 @@ class LayoutSettings(RanksPerNode):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Number of ranks among which the model is divided."""
-        return self.fsdp * self.tensor
+        """Number of ranks that process the samples of a replica."""
+        return self.fsdp * self.context * self.tensor
 
     def count_ranks(self, nodes: int) -> int:
         if self.processes_per_node:
@@ -106,10 +110,17 @@ class LayoutSettings(RanksPerNode):
         ranks = self.count_ranks(nodes)
         replicas = self.replicas or ranks // self.ranks_per_replica
         if replicas * self.ranks_per_replica == ranks:
-            return Layout(self.tensor, self.sequence, self.fsdp, self.reshard, replicas)
+            return Layout(
+                tensor=self.tensor,
+                sequence=self.sequence,
+                context=self.context,
+                fsdp=self.fsdp,
+                reshard=self.reshard,
+                replicas=replicas,
+            )
 
         count = f"launch.nodes={nodes} x processes_per_node={self.processes_per_node} = {ranks}"
-        degrees = f"fsdp={self.fsdp} x tensor={self.tensor}"
+        degrees = f"fsdp={self.fsdp} x context={self.context} x tensor={self.tensor}"
         if self.replicas:
             problem = f"the number of ranks, {count}, differs from replicas={self.replicas} x {degrees}"
             raise ValueError(f"{problem}; set replicas=0 or processes_per_node=0")
@@ -122,7 +133,7 @@ class LayoutSettings(RanksPerNode):
 class Config(TrainingExperiment):
     """Settings for training a GPT."""
 
-    rank_settings: ClassVar[str] = "replicas, fsdp or tensor, whose product is the number of ranks"
+    rank_settings: ClassVar[str] = "replicas, fsdp, context or tensor, whose product is the number of ranks"
     smallest_settings: ClassVar[tuple[str, ...]] = (
         *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "batch=16", "optim.warmup=0"),
     )
@@ -165,9 +176,12 @@ class Config(TrainingExperiment):
 
     def check(self) -> None:
         super().check()
-        is_divided = self.layout.tensor > 1 or self.layout.fsdp > 1
+        is_divided = self.layout.tensor > 1 or self.layout.context > 1 or self.layout.fsdp > 1
         if is_divided and self.model != "gpt":
-            raise ValueError(f"tensor and fsdp divide model=gpt only; with model={self.model}, use replicas instead")
+            degrees = "tensor, context and fsdp"
+            raise ValueError(f"{degrees} divide model=gpt only; with model={self.model}, use replicas instead")
+        if self.layout.context > 1 and self.launch.device == "cuda":
+            raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)

@@ -12,16 +12,19 @@ from configs.batch_plan import format_nearest_multiples
 class Layout:
     """Division of the parameters, the tokens and the samples of a batch among a known number of ranks.
 
-    The number of ranks is the product of `replicas`, `fsdp` and `tensor`. Consecutive ranks differ in the position in
-    the tensor dimension first, because tensor parallelism communicates most.
+    The number of ranks is the product of `replicas`, `fsdp`, `context` and `tensor`. Consecutive ranks differ in the
+    position in the tensor dimension first, because tensor parallelism communicates most.
     """
 
     tensor: int = 1
     """Number of ranks among which each matrix is divided."""
     sequence: bool = False
     """Whether the ranks of tensor parallelism also divide the tokens (sequence parallelism)."""
+    context: int = 1
+    """Number of ranks among which the tokens of each sample are divided, also inside of attention."""
     fsdp: int = 1
-    """Number of ranks among which parameters, gradients and optimizer states are divided."""
+    """Number of ranks among which parameters, gradients and optimizer states are divided. The ranks of `context` divide
+    them further."""
     reshard: bool = True
     """Whether the gathered parameters of a block are freed after its forward pass."""
     replicas: int = 1
@@ -30,35 +33,60 @@ class Layout:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.replicas * self.fsdp * self.tensor
+        return self.replicas * self.fsdp * self.context * self.tensor
 
     @property
     def data_shards(self) -> int:
-        """Number of shards of a batch. The ranks of tensor parallelism process the same shard."""
+        """Number of shards of a batch. The ranks of context and tensor parallelism process the same shard."""
         return self.replicas * self.fsdp
 
-    def check(self, sizes: Mapping[str, int], batch: int, context: int) -> None:
+    @property
+    def parameter_shards(self) -> int:
+        """Number of ranks among which fsdp divides each parameter, or each shard of tensor parallelism."""
+        return self.fsdp * self.context if self.fsdp > 1 else 1
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether ranks exchange activations in the forward pass."""
+        return self.tensor > 1 or self.context > 1
+
+    def check(self, sizes: Mapping[str, int], batch: int, tokens: int) -> None:
         """Raise ValueError if the model or a batch cannot be divided among the ranks.
 
         `sizes` contains the sizes that tensor parallelism divides, by the names of their settings, such as heads and
-        key_value_heads. `context` is the number of tokens in a sample.
+        key_value_heads. `tokens` is the number of tokens in a sample.
         """
         if self.tensor > 1:
             for name, size in sizes.items():
                 check_divisible(name, size, "tensor", self.tensor)
-        if self.sequence:
-            if self.tensor == 1:
-                raise ValueError(
-                    "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
-                    "or omit sequence=true"
-                )
-            check_divisible("context", context, "tensor", self.tensor)
+        if self.sequence and self.tensor == 1:
+            raise ValueError(
+                "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
+                "or omit sequence=true"
+            )
+        self._check_tokens(tokens)
         if not self.reshard and self.fsdp == 1:
             raise ValueError("reshard=false applies to fsdp only; set fsdp=2 or more, or omit reshard=false")
         if batch % self.data_shards:
             degrees = f"fsdp={self.fsdp} x replicas={self.replicas}"
             nearest = format_nearest_multiples(batch, self.data_shards)
             raise ValueError(f"batch={batch} cannot be divided evenly by {degrees}; use batch={nearest}")
+
+    def _check_tokens(self, tokens: int) -> None:
+        """Raise ValueError if the tokens of a sample cannot be divided among the ranks of context and of sequence."""
+        parts = 1
+        degrees = []
+        if self.context > 1:
+            parts *= 2 * self.context  # each rank has two chunks of equal length
+            degrees.append(f"2 x context={self.context}")
+        if self.sequence:
+            parts *= self.tensor
+            degrees.append(f"tensor={self.tensor}")
+        if tokens % parts:
+            raise ValueError(
+                f"data.context={tokens} cannot be divided evenly by {' x '.join(degrees)}; use "
+                f"data.context={format_nearest_multiples(tokens, parts)}"
+            )
 
 
 def check_divisible(name: str, size: int, degree_name: str, degree: int) -> None:

@@ -1,8 +1,9 @@
-"""A GPT on several ranks: tensor, sequence, sharded and replicated parallelism, each equal to a single process.
+"""A GPT under tensor, sequence, context, sharded and replicated parallelism, each equal to a single process.
 
     python experiments/gpt_parallel.py                               two replicas on this machine
     python experiments/gpt_parallel.py replicas=1                    a single process
     python experiments/gpt_parallel.py tensor=2 sequence=true        divided matrices and tokens
+    python experiments/gpt_parallel.py context=2                     divided tokens, also in attention
     python experiments/gpt_parallel.py fsdp=2                        sharded parameters
     make exp NAME=gpt_parallel NODES=2                               on a cluster
 
@@ -73,20 +74,20 @@ def main(cfg: Config, run: Run) -> None:
 
     for step in run.steps(evaluate):
         optimizer.zero_grad()
-        microbatches = mask_targets(step, batches, cfg.masked, cfg.seed)
+        microbatches = parallel.select_tokens(mask_targets(step, batches, cfg.masked, cfg.seed))  # of this rank
         valid_tokens = None
         step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
         for x, y in microbatches:
             with autocast:
                 losses = parallel.sum_loss(network(x), y)
             if valid_tokens is None:
-                if cfg.layout.tensor == 1:  # tensor ranks wait for each other in the forward pass
+                if not cfg.layout.waits_in_forward:  # otherwise, the time would contain waiting for other ranks
                     step.mark_backward()
                 valid_tokens = count_valid_tokens(microbatches)  # of all ranks
             loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
             step_loss += loss.detach()
             loss.backward()  # also averages the gradients over the ranks of fsdp
-        parallel.average_gradients()  # over the replicas
+        parallel.average_gradients()  # over the replicas and the ranks of context
         step.log(loss=step_loss)
         step.clip_gradients(network.parameters(), cfg.clip)
         optimizer.step()

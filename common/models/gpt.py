@@ -8,6 +8,7 @@ parameter is divided: the layers, the formulas and torch's DTensors read it, and
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,9 @@ NORM_EPSILON = 1e-5
 ROTARY_BASE = 10_000.0
 HIDDEN_MULTIPLE = 32
 """The default width of the SwiGLU layer is a multiple of this number, so that it can be divided among ranks."""
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Causal attention: maps queries [N, heads, T, D] and keys and values [N, key_value_heads, T, D], whose heads may be
+fewer, to outputs [N, heads, T, D]."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +64,14 @@ class KeyValueCache:
         return keys, values
 
 
-def rotate_positions(x: Tensor, first: int = 0) -> Tensor:
-    """Rotate queries or keys [N, heads, T, D] by angles that are proportional to their positions (RoPE).
+def rotate_positions(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate queries or keys [N, heads, T, D] by angles that are proportional to their positions int64 [T] (RoPE).
 
-    The product of a query and a key then depends on the distance between the two tokens. `first` is the position of the
-    first token.
+    The product of a query and a key then depends on the distance between the two tokens.
     """
-    tokens, head_width = x.shape[-2:]
+    head_width = x.shape[-1]
     exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device=x.device) / head_width
-    positions = torch.arange(first, first + tokens, dtype=torch.float64, device=x.device)
-    angles = torch.outer(positions, ROTARY_BASE**-exponents)
+    angles = torch.outer(positions.to(x.device, torch.float64), ROTARY_BASE**-exponents)
     cos = angles.cos().to(x.dtype)
     sin = angles.sin().to(x.dtype)
     first_half, second_half = x.chunk(2, dim=-1)
@@ -94,28 +96,54 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width, bias=False)
         self.cache: KeyValueCache | None = None
         """Keys and values of earlier tokens; None unless the model generates text."""
+        self.attend: Attend = attend_to_past
+        self.positions: Tensor | None = None
+        """Positions int64 [T] of the tokens in their sample; None if the layer gets all tokens of a sample."""
+
+    def divide_tokens(self, positions: Tensor, attend: Attend) -> None:
+        """Let each rank process the tokens at some positions int64 [T], which are the inputs of the layer.
+
+        `attend` gets the queries, keys and values of these tokens, and attends to the tokens of all ranks.
+        """
+        self.positions = positions
+        self.attend = attend
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [N, T, width] to attended tokens [N, T, width]."""
         past = self.cache.length if self.cache is not None else 0
-        queries = rotate_positions(self._split_heads(self.query(x)), past)
-        keys = rotate_positions(self._split_heads(self.key(x)), past)
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(past, past + x.shape[1], device=x.device)
+        queries = rotate_positions(self._split_heads(self.query(x)), positions)
+        keys = rotate_positions(self._split_heads(self.key(x)), positions)
         values = self._split_heads(self.value(x))
         if self.cache is not None:
             keys, values = self.cache.append(keys, values)
-        group = queries.shape[1] // keys.shape[1]
-        if group > 1:
-            keys = keys.repeat_interleave(group, dim=1)
-            values = values.repeat_interleave(group, dim=1)
-        if past:
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask_future(queries, past))
-        else:
-            attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        attended = self.attend(queries, keys, values)
         return self.output(attended.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """Divide tokens [N, T, heads * D] into heads [N, heads, T, D]."""
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+
+
+def attend_to_past(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend to all keys up to the position of each query.
+
+    The T queries [N, heads, T, D] are those of the last T tokens of the keys and values [N, key_value_heads, past + T,
+    D].
+    """
+    keys, values = (repeat_heads(x, queries.shape[1]) for x in (keys, values))
+    past = keys.shape[2] - queries.shape[2]
+    if past:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask_future(queries, past))
+    return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat each head of keys or values [N, key_value_heads, T, D] for all queries that use it."""
+    group = heads // x.shape[1]
+    return x.repeat_interleave(group, dim=1) if group > 1 else x
 
 
 def mask_future(queries: Tensor, past: int) -> Tensor:

@@ -17,18 +17,21 @@ class PositionDropout(SampleDropout):
 
     A value is dropped depending on the seed, the name of the layer, the epoch, the position of the sample in the epoch,
     the position of the token in the sample, and the position of the value in the vector. A rank that holds only some
-    tokens of each sample (sequence parallelism) calls `set_token_shard`. A hash needs no state, so each rank computes
-    the masks of its own values only.
+    tokens of each sample (sequence or context parallelism) calls `set_token_positions`. A hash needs no state, so each
+    rank computes the masks of its own values only.
     """
 
     def __init__(self, rate: float, seed: int, name: str) -> None:
         super().__init__(rate, seed, name)
-        self.token_shard = (0, 1)
-        """Index of this rank's shard of the tokens of each sample, and number of shards of equal size."""
+        self.token_positions: Tensor | None = None
+        """Positions of this rank's tokens in their sample; None if the layer gets all tokens of a sample."""
+        self.shards = 1
+        """Number of ranks among which the tokens of a sample are divided evenly."""
 
-    def set_token_shard(self, shard: int, shards: int) -> None:
-        """Set which of several shards of the tokens, of equal size, the layer gets."""
-        self.token_shard = (shard, shards)
+    def set_token_positions(self, positions: Tensor, shards: int) -> None:
+        """Set which tokens the layer gets, by their positions int64 [T], and among how many ranks all are divided."""
+        self.token_positions = positions
+        self.shards = shards
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to the token vectors [n, T, width] of the next microbatch."""
@@ -41,13 +44,11 @@ class PositionDropout(SampleDropout):
 
     def draw_dropped(self, samples: range, tokens: int, width: int) -> Tensor:
         """Return a bool tensor [n, tokens, width] that is True for the values to drop."""
-        shard, shards = self.token_shard
         key = seeds.derive_seed(self.seed, self.name, self.epoch)
-        first_token = shard * tokens
         sample_numbers = torch.arange(samples.start, samples.stop)
-        token_numbers = torch.arange(first_token, first_token + tokens)
+        positions = torch.arange(tokens) if self.token_positions is None else self.token_positions
         # The number of a token in the epoch is the same for any division of the samples and tokens.
-        rows = sample_numbers[:, None] * (tokens * shards) + token_numbers
+        rows = sample_numbers[:, None] * (tokens * self.shards) + positions
         row_bits = hash_numbers(rows, key)
         column_bits = hash_numbers(torch.arange(width), seeds.derive_seed(self.seed, self.name, COLUMN_PURPOSE))
         bits = mix_bits(row_bits[:, :, None] ^ column_bits)

@@ -238,17 +238,20 @@ INVALID_SETTINGS = {
     "tensor=3 heads=6 width=96": "tensor=3 does not divide the vocabulary of 256 tokens evenly; use tensor=2",
     "tensor=2 key_value_heads=1": "key_value_heads=1 cannot be divided evenly by tensor=2",
     "tensor=2 hidden=33": "hidden=33 cannot be divided evenly by tensor=2; use hidden=32 or 34",
-    "tensor=2 sequence=true data.context=33": "context=33 cannot be divided evenly by tensor=2",
+    "tensor=2 sequence=true data.context=33": "data.context=33 cannot be divided evenly by tensor=2",
+    "context=2 data.context=34": "data.context=34 cannot be divided evenly by 2 x context=2; use data.context=32 or 36",
+    "context=2 tensor=4 sequence=true data.context=40": "by 2 x context=2 x tensor=4; use data.context=32 or 48",
+    "context=2 launch.device=cuda": "context runs on CPUs only; set launch.device=cpu",
     "processes_per_node=3 tensor=2": "launch.nodes=1 x processes_per_node=3 = 3, cannot be divided evenly by fsdp=1 x "
-    "tensor=2; use processes_per_node=2 or a multiple of 2",
-    "processes_per_node=3 replicas=2": "processes_per_node=3 = 3, differs from replicas=2 x fsdp=1 x tensor=1; set",
+    "context=1 x tensor=2; use processes_per_node=2 or a multiple of 2",
+    "processes_per_node=3 replicas=2": "= 3, differs from replicas=2 x fsdp=1 x context=1 x tensor=1; set",
     "sequence=true": "sequence=true divides the tokens ... set tensor=2",
     "reshard=false": "reshard=false applies to fsdp only",
     "batch=25": "batch=25 cannot be divided evenly by fsdp=1 x replicas=2; use batch=24 or 26",
     "batch=24 accumulate=5": "batch=24 cannot be divided evenly into accumulate=5 microbatches ... use batch=20 or 30",
     "data.name=mnist": "model=gpt needs text ... use data.name=text",
     "loss=mse": "loss=mse is not available for text",
-    "tensor=2 model=net.py:Net": "tensor and fsdp divide model=gpt only",
+    "context=2 model=net.py:Net": "tensor, context and fsdp divide model=gpt only",
     "dropout=0.2 model=net.py:Net": "dropout=0.2 applies to model=gpt only",
     "data.context=1": "data.context=1 ... int from 2",
     "data.name=mnist data.tokenizer=t.json": "data.tokenizer=t.json needs text, but data.name=mnist has none",
@@ -260,6 +263,7 @@ LAYOUTS = {
     "": (2, 2),
     "replicas=1": (1, 1),
     "tensor=2": (2, 1),
+    "context=2": (2, 1),
     "fsdp=2 tensor=2": (4, 1),
     "fsdp=2 replicas=2": (4, 2),
     "launch.nodes=2": (2, 2),
@@ -292,7 +296,7 @@ def test_replicas_use_the_ranks_that_another_launcher_has_started(
 
 
 def test_ranks_of_another_launcher_that_do_not_fit_are_refused() -> None:
-    with expect_refusal("processes_per_node=3 = 3, cannot be divided evenly by fsdp=1 x tensor=2"):
+    with expect_refusal("processes_per_node=3 = 3, cannot be divided evenly by fsdp=1 x context=1 x tensor=2"):
         config.load_config(Config, ["tensor=2"], {}, StartedRanks(3, 1))
     cfg = config.load_config(Config, ["tensor=2", "replicas=1"], {}, StartedRanks(3, 1))
     assert cfg.processes == 2, "an explicit layout is compared with the started ranks later"

@@ -32,6 +32,8 @@ CASES = {
         "fsdp=2,accumulate=2",
         f"fsdp=2,reshard=false,{BUILTIN}",
         f"replicas=2,accumulate=2,{BUILTIN}",
+        "context=2,accumulate=2",
+        f"context=2,{BUILTIN}",
     ),
     3: (
         "fsdp=3,batch=9",
@@ -50,19 +52,35 @@ CASES = {
         f"tensor=2,replicas=2,{BUILTIN}",
         f"fsdp=2,replicas=2,{BUILTIN}",
         "fsdp=2,replicas=2,reshard=false",
+        "context=4",
+        "context=2,tensor=2",
+        f"context=2,tensor=2,sequence=true,{GROUPED}",
+        "context=2,fsdp=2,reshard=false",
+        f"context=2,fsdp=2,{BUILTIN}",
+        f"context=2,replicas=2,{BUILTIN}",
     ),
-    8: ("tensor=2,fsdp=2,replicas=2,sequence=true",),
+    8: (
+        "tensor=2,fsdp=2,replicas=2,sequence=true",
+        "context=2,tensor=2,fsdp=2,sequence=true",
+        "context=2,fsdp=2,replicas=2",
+    ),
 }
-DRAWN_CASES = {2: 3, 3: 1, 4: 2, 8: 1}
+DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
 """Number of cases that a test run draws for each number of ranks. 3 ranks divide no dimension but `hidden` evenly."""
-RESUMED = "tensor=2,fsdp=2,checkpoint.every_steps=10"
 FEW = "steps=8"
-UNINTERRUPTED = f"tensor=2,fsdp=2,checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
-RESUMED = f"resumed,{UNINTERRUPTED}"
+SAVED = f"checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
+UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
+UNINTERRUPTED_CONTEXT = f"context=2,{SAVED}"
+RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
+RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT)}
+"""Cases that must equal another case to the bit."""
 OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
 SLOW_RANK = "slow_rank,replicas=2"
-FIXED_CASES = {2: (SLOW_RANK,), 4: (UNINTERRUPTED, RESUMED, RESUMED_FROM_FSDP, OTHER_DIMS)}
+FIXED_CASES = {
+    2: (SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
+    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS),
+}
 """Cases of each test run, in addition to the drawn ones."""
 
 
@@ -91,13 +109,14 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
 
         times = [first_step["before_backward"] for first_step in outcome["first_steps"]]
-        waits_in_forward = "tensor=" in case
+        waits_in_forward = "tensor=" in case or "context=" in case
         assert [time is None for time in times] == [waits_in_forward] * ranks, case
         if case == SLOW_RANK:
             assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
-        if case == RESUMED:
-            assert outcome["losses"] == outcomes[UNINTERRUPTED]["losses"]
-            for name, tensor in outcomes[UNINTERRUPTED]["state"].items():
+        if case in RESUMED:
+            uninterrupted = outcomes[RESUMED[case]]
+            assert outcome["losses"] == uninterrupted["losses"]
+            for name, tensor in uninterrupted["state"].items():
                 assert torch.equal(outcome["state"][name], tensor), name
 
 
@@ -109,7 +128,7 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
 
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
-    layouts = ["tensor=2", "tensor=2,sequence=true", "fsdp=2", "replicas=2"]
+    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2"]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
     single_case = f"{BASE},{bf16}"
     outcome_of_one = train_cases(GPT_PARALLEL, tmp_path, cache, 1, [single_case])[single_case]

@@ -28,6 +28,8 @@ CASES = {
         "fsdp=2,reshard=false",
         "fsdp=2,reshard=false,accumulate=3,tied=false,layers=1",
         "replicas=2,accumulate=3",
+        "context=2,key_value_heads=2,dropout=0.2",
+        "context=2,accumulate=2",
     ],
     3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32"],
 }

@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from common.models.gpt import ShardDims
+from common.models.gpt import Attend, ShardDims, attend_to_past
+from common.models.sample_dropout import list_dropout_layers
+from common.techniques.parallel_layout.context_ranks import list_positions
 from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.parity.driver import load_outcomes, train_cases
 from tests.harness.parity.gpt_parallel_cases import GPT_PARALLEL, build_gpt
@@ -22,10 +25,14 @@ from tests.harness.parity.reference import TOLERANCE, list_differences
 FEW = "steps=6"
 TENSOR = f"tensor=2,{FEW}"
 SEQUENCE = f"tensor=2,sequence=true,{FEW}"
+CONTEXT = f"context=2,{FEW}"
 REPLICAS = f"replicas=2,{FEW}"
+CONTEXT_TOKENS = [list_positions(16, index, 2) for index in range(2)]
+"""Positions of the tokens of each of two ranks."""
 CASES = [
-    *(TENSOR, SEQUENCE, REPLICAS),
+    *(TENSOR, SEQUENCE, CONTEXT, REPLICAS),
     *(f"redraws_shards,{TENSOR}", f"different_masks,{TENSOR}", f"forgets_token_shards,{SEQUENCE}"),
+    *(f"restarts_positions,{CONTEXT}", f"averages_outputs,{CONTEXT}"),
     *(f"equal_masks,{REPLICAS}", f"partial_scales,{SEQUENCE}"),
     *(f"unties_head,{TENSOR}", f"counts_table_twice,{TENSOR}", f"averages_per_rank,{REPLICAS}"),
     *(f"local_norm,{TENSOR}", f"counts_copies,{TENSOR}"),
@@ -61,6 +68,34 @@ def list_different(tensors: dict[str, Tensor], expected: dict[str, Tensor]) -> l
     return [name for name in tensors if (tensors[name] - expected[name]).abs().max() > TOLERANCE]
 
 
+def compute_first_loss(single_process: dict[str, Any], cache: Path, positions: Tensor, attend: Attend) -> float:
+    """Return the loss of the first step of one process with other positions [T] or another attention."""
+    cfg = GPT_PARALLEL.build_config(f"replicas=1,{FEW}", cache, 1)
+    first_step = single_process["first_step"]
+    model: Any = build_gpt(cfg)
+    model.load_state_dict(first_step["initial"])
+    for block in model.blocks:
+        block.attention.divide_tokens(positions, attend)
+    for layer in list_dropout_layers([model]):
+        layer.set_positions(0, [range(cfg.batch)])
+    log_probabilities = model(first_step["inputs"]).log_softmax(-1)
+    token_losses = -log_probabilities.gather(-1, first_step["targets"][..., None]).squeeze(-1)
+    return token_losses[first_step["is_scored"]].mean().item()
+
+
+def attend_and_average(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return the mean of the attention to the earlier keys of either rank, if there are keys of both."""
+    is_earlier = torch.ones(16, 16, dtype=torch.bool).tril()
+    is_on_first_rank = torch.zeros(16, dtype=torch.bool)
+    is_on_first_rank[CONTEXT_TOKENS[0]] = True
+    is_own = is_on_first_rank[:, None] == is_on_first_rank
+    own_keys = is_earlier & is_own
+    other_keys = is_earlier & ~is_own
+    other_keys = torch.where(other_keys.any(1, keepdim=True), other_keys, own_keys)
+    outputs = [F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask) for mask in (own_keys, other_keys)]
+    return (outputs[0] + outputs[1]) / 2
+
+
 def compute_rank_norm(gradients: dict[str, Tensor], dims: dict[str, ShardDims], rank: int) -> float:
     """Return the norm of the gradients that one of two ranks of tensor parallelism holds."""
     square = 0.0
@@ -76,9 +111,10 @@ def test_layouts_without_mistakes_equal_one_process(trained: dict[str, Any], sin
     masks = {
         TENSOR: [expected["mask"], expected["mask"]],
         SEQUENCE: expected["mask"].chunk(2, dim=1),
+        CONTEXT: [expected["mask"][:, held] for held in CONTEXT_TOKENS],
         REPLICAS: expected["mask"].chunk(2, dim=0),
     }
-    for case in (TENSOR, SEQUENCE, REPLICAS):
+    for case in (TENSOR, SEQUENCE, CONTEXT, REPLICAS):
         assert list_differences(trained[case], single_process) == [], case
         for first_step, mask in zip(trained[case]["first_steps"], masks[case], strict=True):
             assert list_different(first_step["initial"], expected["initial"]) == [], case
@@ -132,6 +168,29 @@ def test_equal_masks_for_different_tokens_are_not_those_of_one_process(
         assert torch.equal(first_step["mask"], first_half)
         assert list_different(first_step["initial"], single_process["first_step"]["initial"]) == []
     assert abs(outcome["losses"][0] - single_process["losses"][0]) > TOLERANCE
+
+
+def test_positions_are_those_in_the_sample_on_every_rank(
+    trained: dict[str, Any], single_process: dict[str, Any], cache: Path
+) -> None:
+    """The loss is that of one process in which the tokens of each rank are numbered from 0."""
+    positions = torch.empty(16, dtype=torch.int64)
+    for held in CONTEXT_TOKENS:
+        positions[held] = torch.arange(len(held))
+    expected = compute_first_loss(single_process, cache, positions, attend_to_past)
+    assert abs(expected - single_process["losses"][0]) > 100 * TOLERANCE
+    outcome = trained[f"restarts_positions,{CONTEXT}"]
+    assert outcome["losses"][0] == pytest.approx(expected, abs=TOLERANCE, rel=0)
+
+
+def test_outputs_of_blocks_are_merged_with_the_sums_of_their_softmax(
+    trained: dict[str, Any], single_process: dict[str, Any], cache: Path
+) -> None:
+    """The loss is that of one process that averages the attention to the keys of both ranks."""
+    expected = compute_first_loss(single_process, cache, torch.arange(16), attend_and_average)
+    assert abs(expected - single_process["losses"][0]) > 100 * TOLERANCE
+    outcome = trained[f"averages_outputs,{CONTEXT}"]
+    assert outcome["losses"][0] == pytest.approx(expected, abs=TOLERANCE, rel=0)
 
 
 def test_scales_of_norms_need_the_gradients_of_all_tokens(

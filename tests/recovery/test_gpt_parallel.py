@@ -28,6 +28,8 @@ LAYOUT_PAIRS = (
     ("", "tensor=2"),
     ("fsdp=2 tensor=2 sequence=true", "replicas=1 fsdp=1 tensor=1 sequence=false"),
     ("tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
+    ("context=2", "context=1 tensor=2"),
+    ("fsdp=2", "fsdp=2 context=2"),
 )
 
 

@@ -1,8 +1,9 @@
-"""Transformers divided among ranks: tensor and sequence parallelism, sharded parameters, and replicas.
+"""Transformers divided among ranks: tensor, sequence and context parallelism, sharded parameters, and replicas.
 
 `parallelize` divides a GPT according to the settings of `configs.layout.Layout`. The layers of tensor parallelism are
-in `tensor_layers`, their communication in `tensor_ranks`, the loss of a divided vocabulary in `vocabulary_loss`, and
-the data-parallel dimensions in `data_ranks`.
+in `tensor_layers`, their communication in `tensor_ranks`, and the loss of a divided vocabulary in `vocabulary_loss`.
+`context_ranks` contains ring attention, whose blocks are computed in `attention_blocks`. `data_ranks` contains the
+data-parallel dimensions.
 """
 
 from common.techniques.parallel_layout.parallel_model import parallelize

@@ -1,4 +1,8 @@
-"""The data-parallel dimensions of a mesh: sharded parameters (fsdp), and replicas."""
+"""The dimensions of a mesh whose ranks process different tokens: replicas, sharded parameters (fsdp), and context.
+
+Ranks that divide the tokens of a sample (context) have the same parameters, like ranks with different samples. Their
+gradients are added in the same messages.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from common.models.gpt import GPT
 from configs.layout import Layout
 
-DATA_DIMS = ("replicas", "fsdp")
-"""Names of the mesh dimensions whose ranks process different samples."""
-
 
 def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
     """Divide all parameters among the ranks of the dimension `fsdp` (FSDP2; Zhao et al. 2023, arXiv 2304.11277).
 
-    The parameters of a block are gathered just before they are needed. With several replicas (hybrid sharding), the
-    gradients are summed within each replica, and then among the replicas. The embedding, the last norm and the head
-    form one unit, because the embedding and the head may share their table. This unit is gathered until the backward
-    pass ends.
+    Ranks of `context` would hold the same shards. The parameters are divided among them too, which needs no further
+    message: the gradients must be summed over these ranks anyway. With several replicas (hybrid sharding), the
+    gradients are summed within each replica, and then among the replicas.
+
+    The parameters of a block are gathered just before they are needed. The embedding, the last norm and the head form
+    one unit, because the embedding and the head may share their table. This unit is gathered until the backward pass
+    ends.
     """
     from torch.distributed.fsdp import fully_shard  # imported here because the imports take two seconds
     from torch.distributed.tensor import Shard
 
-    data_mesh = mesh[DATA_DIMS] if layout.replicas > 1 else mesh["fsdp"]
+    dim = "fsdp"
+    if layout.context > 1:
+        dim = "fsdp_context"
+        mesh["fsdp", "context"]._flatten(dim)
+    data_mesh = mesh["replicas", dim] if layout.replicas > 1 else mesh[dim]
     dims = model.list_shard_dims()
     placements = {parameter: Shard(dims[name].fsdp) for name, parameter in model.named_parameters()}
     for block in model.blocks:
@@ -35,12 +43,22 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
     fully_shard(model, mesh=data_mesh, shard_placement_fn=placements.__getitem__)
 
 
-def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Replace all gradients with their means over the replicas, after backward.
+def find_gradient_group(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup | None:
+    """Return the ranks whose gradients are averaged after backward, or None if no other rank has the same parameters.
 
-    All gradients are sent in one message. Replicas exchange gradients this way unless the parameters are also divided,
-    because `fully_shard` then does the same.
+    With fsdp, the result is None, because `fully_shard` averages the gradients in the backward pass.
     """
+    if layout.fsdp > 1 or layout.replicas * layout.context == 1:
+        return None
+    if layout.context == 1:
+        return mesh.get_group("replicas")
+    if layout.replicas == 1:
+        return mesh.get_group("context")
+    return mesh["replicas", "fsdp", "context"]._flatten("replicas_context").get_group()
+
+
+def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Replace all gradients with their means over a group of ranks, after backward, in one message."""
     gradients = list_local_gradients(model)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)

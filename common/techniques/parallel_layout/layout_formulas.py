@@ -27,6 +27,7 @@ class Shape:
     width: int
     layers: int
     heads: int
+    key_value_heads: int
     hidden: int
     is_gated: bool
     """True for SwiGLU, which has a gate."""
@@ -39,10 +40,14 @@ class Shape:
     element_bytes: int
     """Size of a number: 4 for float32."""
 
+    def count_tokens(self, layout: Layout) -> int:
+        """Return the number of tokens of a rank in a microbatch."""
+        return self.samples * self.context // layout.context
+
     @property
-    def tokens(self) -> int:
-        """Number of tokens of a rank in a microbatch."""
-        return self.samples * self.context
+    def keys_values_width(self) -> float:
+        """Size of the keys and values of a token."""
+        return 2 * self.width * self.key_value_heads / self.heads
 
 
 @dataclass(frozen=True)
@@ -57,12 +62,12 @@ class ParameterSize:
         sizes = list(self.shape)
         if self.dims.tensor is not None:
             sizes[self.dims.tensor] //= layout.tensor
-        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.fsdp)
+        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.parameter_shards)
         return math.prod(sizes)
 
     def count_gathered(self, layout: Layout) -> int:
         """Return the number of values after the shards of fsdp are gathered, which are padded to equal sizes."""
-        return layout.fsdp * self.count_local(layout)
+        return layout.parameter_shards * self.count_local(layout)
 
 
 def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> dict[str, int]:
@@ -100,20 +105,24 @@ def predict_activation_bytes(shape: Shape, layout: Layout) -> int:
     Values per token and block, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and
     one scale; the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs
     and softmax scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a
-    copy. Sequence parallelism also divides the norms by p.
+    copy. Sequence parallelism also divides the norms by p. Context parallelism saves the keys and values without
+    repeating them for grouped queries.
     """
+    tokens = shape.count_tokens(layout)
     ranks = layout.tensor
     sequence_ranks = ranks if layout.sequence else 1
     norm = (2 * shape.width + 1) / sequence_ranks
-    copies = 5 if shape.heads > ranks else 4
-    attention = (copies * shape.width + shape.heads) / ranks
+    copies = 3 if shape.heads > ranks else 2  # of the queries and outputs
+    keys_values = shape.keys_values_width if layout.context > 1 else 2 * shape.width
+    attention = (copies * shape.width + keys_values + shape.heads) / ranks
     hidden = (4 if shape.is_gated else 2) * shape.hidden / ranks
     block = 2 * norm + 2 * shape.width + attention + hidden
-    values = shape.tokens * (shape.layers * block + norm + shape.width)
-    values += shape.layers * 2 * shape.context * shape.width / shape.heads  # cosines and sines of rotary embedding
-    values += shape.tokens * predict_loss_values(shape, layout)
-    indices = 2 * INDEX_BYTES * shape.tokens  # inputs and targets
-    masks = shape.tokens * shape.width * (2 * shape.layers + 1) / sequence_ranks if shape.dropout else 0
+    values = tokens * (shape.layers * block + norm + shape.width)
+    positions = shape.context / layout.context
+    values += shape.layers * 2 * positions * shape.width / shape.heads  # cosines and sines of rotary embedding
+    values += tokens * predict_loss_values(shape, layout)
+    indices = 2 * INDEX_BYTES * tokens  # inputs and targets
+    masks = tokens * shape.width * (2 * shape.layers + 1) / sequence_ranks if shape.dropout else 0
     return round(values * shape.element_bytes + masks + indices)
 
 
@@ -128,15 +137,20 @@ def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, la
     """Return the bytes that a rank sends in a step with ring algorithms.
 
     Tensor parallelism: one all-reduce per branch in each direction, one for the token vectors and one for the head;
-    three numbers per token for the loss. fully_shard: an all-gather in each direction and a reduce-scatter. Replicas:
-    an all-reduce of the gradients that a rank stores.
+    three numbers per token for the loss. Context parallelism: the keys and values are sent p - 1 times in each
+    direction, and their gradients p times. fully_shard: an all-gather in each direction and a reduce-scatter. Replicas
+    and context: an all-reduce of the gradients that a rank stores.
     """
     size = shape.element_bytes
+    tokens = shape.count_tokens(layout)
     per_microbatch = 0.0
+    if layout.context > 1:
+        keys_values = tokens * shape.keys_values_width * size / layout.tensor
+        per_microbatch += shape.layers * (3 * layout.context - 2) * keys_values
     if layout.tensor > 1:
-        branch = shape.tokens * shape.width * size
+        branch = tokens * shape.width * size
         ring = (layout.tensor - 1) / layout.tensor
-        per_microbatch += 2 * ring * ((4 * shape.layers + 2) * branch + 3 * shape.tokens * size)
+        per_microbatch += 2 * ring * ((4 * shape.layers + 2) * branch + 3 * tokens * size)
         if layout.sequence:
             per_microbatch += 2 * ring * (2 * shape.layers + 1) * shape.width * size  # gradients of the norms
     stored = size * sum(parameter.count_local(layout) for parameter in parameters.values())
@@ -145,10 +159,11 @@ def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, la
         gathered = sum(parameter.count_local(layout) for name, parameter in parameters.items())
         regathered = sum(p.count_local(layout) for name, p in parameters.items() if name.startswith("block"))
         sent = 2 * gathered + (regathered if layout.reshard else 0)
-        per_microbatch += (layout.fsdp - 1) * sent * size
+        per_microbatch += (layout.parameter_shards - 1) * sent * size
         per_microbatch += 2 * (layout.replicas - 1) / layout.replicas * stored
     else:
-        per_step += 2 * (layout.replicas - 1) / layout.replicas * stored
+        copies = layout.replicas * layout.context
+        per_step += 2 * (copies - 1) / copies * stored
     return round(shape.microbatches * per_microbatch + per_step)
 
 

@@ -43,6 +43,7 @@ def describe_shape(cfg: Config, model: GPT) -> Shape:
         width=arguments["width"],
         layers=arguments["layers"],
         heads=arguments["heads"],
+        key_value_heads=arguments["key_value_heads"],
         hidden=arguments["hidden"],
         is_gated=arguments["activation"] == "swiglu",
         vocabulary=arguments["vocabulary"],
@@ -117,7 +118,7 @@ class LayoutReport:
             formula = f" (formula: {self.predicted[name] / 1e6:.3f})" if name in self.predicted else ""
             lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
         layout = self.layout
-        degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} tensor={layout.tensor}"
+        degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} context={layout.context} tensor={layout.tensor}"
         rows = {
             "layout": degrees + (" sequence=true" if layout.sequence else ""),
             "memory and messages": "\n".join(lines),

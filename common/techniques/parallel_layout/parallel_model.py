@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.models.gpt import GPT, NOT_SCORED
+from common.models.position_dropout import PositionDropout
+from common.models.sample_dropout import list_dropout_layers
+from common.system.errors import UserError
 from common.techniques.parallel_layout import data_ranks
 from common.techniques.parallel_layout.tensor_ranks import TensorRanks
 from common.techniques.parallel_layout.vocabulary_loss import sum_vocabulary_loss
@@ -18,7 +23,10 @@ from common.training.evaluate import score_replicated, score_test_set
 from common.training.run import Run
 from configs.layout import Layout
 
-MESH_DIMS = ("replicas", "fsdp", "tensor")
+if TYPE_CHECKING:
+    from common.techniques.parallel_layout.context_ranks import ContextRanks
+
+MESH_DIMS = ("replicas", "fsdp", "context", "tensor")
 
 
 def parallelize(model: nn.Module, layout: Layout, run: Run) -> ParallelModel:
@@ -26,16 +34,20 @@ def parallelize(model: nn.Module, layout: Layout, run: Run) -> ParallelModel:
 
     The model must have the same parameters on all ranks. Only a GPT can be divided; any other model can have replicas.
     The layers of the model are replaced. Parameters keep their names, and become DTensors if they are divided. Build
-    the optimizer afterward. The mesh has the dimensions `replicas`, `fsdp` and `tensor`; ranks that differ only in the
-    last one are neighbors.
+    the optimizer afterward. The mesh has the dimensions `replicas`, `fsdp`, `context` and `tensor`; ranks that differ
+    only in the last one are neighbors. Raises UserError if context parallelism is not available on the device.
     """
     if layout.ranks == 1:
         return ParallelModel(model, layout, None)
-    sizes = (layout.replicas, layout.fsdp, layout.tensor)
+    if layout.context > 1 and run.device.type != "cpu":
+        raise UserError(f"context={layout.context} runs on CPUs only; set launch.device=cpu, or use context=1")
+    sizes = (layout.replicas, layout.fsdp, layout.context, layout.tensor)
     mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=MESH_DIMS)
     parallel = ParallelModel(model, layout, mesh)
     if layout.tensor > 1:
         parallel.divide_tensors()
+    if layout.context > 1 or layout.sequence:
+        parallel.divide_tokens()
     if layout.fsdp > 1:
         assert isinstance(model, GPT)
         data_ranks.shard_parameters(model, mesh, layout)
@@ -54,6 +66,10 @@ class ParallelModel:
         self.mesh = mesh
         self.tensor_ranks: TensorRanks | None = None
         """Ranks of tensor parallelism; None if no matrix is divided."""
+        self.context_ranks: ContextRanks | None = None
+        """Ranks of context parallelism; None if each rank has all tokens of its samples."""
+        self.gradient_group = data_ranks.find_gradient_group(mesh, layout) if mesh is not None else None
+        """Ranks whose gradients are averaged after backward; None if there are none."""
 
     def divide_tensors(self) -> None:
         """Divide the matrices among the ranks of the dimension `tensor`."""
@@ -64,16 +80,49 @@ class ParallelModel:
         tensor_layers.divide_model(self.model, self.tensor_ranks)
         silence_redistribution_warnings()
 
+    def divide_tokens(self) -> None:
+        """Let each rank process its own tokens of each sample, at their positions in the sample.
+
+        `context` divides the tokens everywhere. `sequence` divides those of a rank further, except in the branches.
+        """
+        assert self.mesh is not None and isinstance(self.model, GPT)
+        positions = torch.arange(self.model.context)
+        shards = self.layout.context
+        if self.layout.context > 1:
+            from common.techniques.parallel_layout.context_ranks import ContextRanks  # a technique that few runs use
+
+            self.context_ranks = ContextRanks(self.mesh["context"])
+            positions = self.context_ranks.select_tokens(positions[None])[0]
+            for block in self.model.blocks:
+                block.attention.divide_tokens(positions, self.context_ranks.attend)
+        if self.layout.sequence:
+            assert self.tensor_ranks is not None
+            positions = positions.chunk(self.tensor_ranks.size)[self.tensor_ranks.index]
+            shards *= self.tensor_ranks.size
+        for layer in list_dropout_layers([self.model]):
+            assert isinstance(layer, PositionDropout)
+            layer.set_token_positions(positions, shards)
+
     @property
     def data_shard(self) -> tuple[int, int]:
-        """Index of this rank's shard of a batch, and number of shards. The ranks of `tensor` have the same shard."""
+        """Index of this rank's shard of a batch, and number of shards.
+
+        The ranks of `context` and `tensor` have the same shard.
+        """
         if self.mesh is None:
             return 0, 1
         replica = self.mesh.get_local_rank("replicas")
         return replica * self.layout.fsdp + self.mesh.get_local_rank("fsdp"), self.layout.data_shards
 
+    def select_tokens(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return this rank's tokens [n, T / context] of the inputs and targets [n, T] of each microbatch."""
+        if self.context_ranks is None:
+            return list(microbatches)
+        select = self.context_ranks.select_tokens
+        return [(select(inputs), select(targets)) for inputs, targets in microbatches]
+
     def sum_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over the scored tokens of this rank's samples.
+        """Return the sum of the cross-entropy over the scored tokens of this rank.
 
         `logits` [N, T, vocabulary] are the outputs of the model, which tensor parallelism divides by vocabulary.
         `targets` int64 [N, T] are NOT_SCORED for tokens that are not scored. The ranks of `tensor` have equal sums.
@@ -85,29 +134,35 @@ class ParallelModel:
         return sum_vocabulary_loss(logits, targets, self.tensor_ranks)
 
     def average_gradients(self) -> None:
-        """Average the gradients over the replicas. With fsdp, backward has averaged them already."""
-        if self.mesh is not None and self.layout.replicas > 1 and self.layout.fsdp == 1:
-            data_ranks.average_gradients(self.model, self.mesh.get_group("replicas"))
+        """Average the gradients over replicas and context. With fsdp, backward has averaged them already."""
+        if self.gradient_group is not None:
+            data_ranks.average_gradients(self.model, self.gradient_group)
 
     def score(self, run: Run) -> dict[str, float]:
         """Return the test scores. All ranks must call this method."""
-        if self.tensor_ranks is None:
+        if self.tensor_ranks is None and self.context_ranks is None:
             return score_replicated(self.model, run)
         return score_test_set(self.predict, run, shard=self.data_shard)
 
     def predict(self, x: Tensor | None, _: int) -> Tensor | None:
-        """Return the logits [n, T, vocabulary] on the first rank of each tensor group, and None on the other ranks."""
+        """Return the logits [n, T, vocabulary] on the first of the ranks with the same samples, otherwise None."""
+        if self.context_ranks is not None:
+            x = self.context_ranks.select_tokens(cast(Tensor, x))
         logits = self.join_logits(self.model(x))
-        return logits if self.tensor_ranks is None or self.tensor_ranks.index == 0 else None
+        indices = [ranks.index for ranks in (self.tensor_ranks, self.context_ranks) if ranks is not None]
+        return None if any(indices) else logits
 
     def join_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits [N, T, vocabulary] of the whole vocabulary, without a gradient."""
-        if self.tensor_ranks is None:
-            return logits
-        local_logits = logits.detach().contiguous()
-        parts = [torch.empty_like(local_logits) for _ in range(self.tensor_ranks.size)]
-        dist.all_gather(parts, local_logits, group=self.tensor_ranks.group)
-        return torch.cat(parts, dim=-1)
+        """Return the logits [N, T, vocabulary] of all tokens and of the whole vocabulary, without a gradient."""
+        logits = logits.detach()
+        if self.tensor_ranks is not None:
+            local_logits = logits.contiguous()
+            parts = [torch.empty_like(local_logits) for _ in range(self.tensor_ranks.size)]
+            dist.all_gather(parts, local_logits, group=self.tensor_ranks.group)
+            logits = torch.cat(parts, dim=-1)
+        if self.context_ranks is not None:
+            logits = self.context_ranks.join_tokens(logits)
+        return logits
 
 
 def silence_redistribution_warnings() -> None:

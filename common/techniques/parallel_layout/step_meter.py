@@ -1,4 +1,4 @@
-"""Measurement of one training step: memory of a rank by category, and bytes that it sends in collectives."""
+"""Measurement of one training step: memory of a rank by category, and bytes that it sends."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
 """How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
 
+SEND = "send"
+"""Name of the operation that sends a tensor to one rank."""
+
 
 class StepMeter(StepHook):
     """Hook that measures the first step of an attempt.
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
-    Yuan 2009) for the collectives of the step. `activation_bytes` is the size of the storages that autograd saves for
-    the backward pass of one microbatch, without parameters. `peak_parameters` is the size of this rank's parameters and
-    of all gathered parameters, when it is largest.
+    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
+    size of the storages that autograd saves for the backward pass of one microbatch, without parameters.
+    `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -180,7 +183,7 @@ class GatheredParameters(TorchDispatchMode):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context in which the bytes of all collectives are counted."""
+    """Context in which the bytes of all collectives and messages are counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +197,9 @@ class CollectiveCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        """Add the bytes that this rank sends in a collective with a ring algorithm."""
+        """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
+        if name == SEND:
+            self.sent_bytes += count_bytes(flatten_tensors(args[0]))
         if name not in BYTES_SENT:
             return
         ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))

@@ -115,10 +115,6 @@ def divide_model(model: GPT, ranks: TensorRanks) -> None:
         model.set_submodule(layer_name, make_parallel_layer(layer, weight, dim, ranks))
     if isinstance(model.head, TiedHead):
         model.set_submodule("head", TiedParallelHead(model.embedding))
-    if ranks.is_sequence_parallel:
-        for module in model.modules():
-            if isinstance(module, PositionDropout):
-                module.set_token_shard(ranks.index, ranks.size)
 
 
 def distribute_parameter(parameter: Any, ranks: TensorRanks, placement: Placement) -> nn.Parameter:

@@ -18,6 +18,7 @@ ENTRY = Entry(
     make_rank_settings=lambda count: (f"replicas={count}", *SMALL_NETWORK, "dropout=0.2", "masked=0.3", "accumulate=2"),
     resume_variants=(
         (*VARIED, "tensor=2", "sequence=true"),
+        (*VARIED, "context=2"),
         (*VARIED, "fsdp=2", "reshard=false"),
         (*VARIED, "replicas=2"),
     ),

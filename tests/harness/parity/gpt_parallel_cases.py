@@ -24,6 +24,7 @@ from common.runs.result import ReportData, parse_result
 from common.system.seeds import derive_seed
 from common.techniques.language_model.targets import draw_ignored
 from common.techniques.parallel_layout import layout_report, parallel_model, tensor_layers
+from common.techniques.parallel_layout.attention_blocks import Attended
 from common.techniques.parallel_layout.parallel_model import ParallelModel
 from common.techniques.parallel_layout.tensor_layers import BranchNorm, TiedParallelHead
 from common.training import gradient_norm
@@ -212,7 +213,8 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
                 first_step |= observe_gradients_and_mask(model, positions, cfg)
                 token_losses = F.cross_entropy(logits.detach(), scored_targets.flatten(), reduction="none")
                 token_losses = token_losses.view_as(ignored)
-                first_step |= {"inputs": inputs[samples], "is_scored": ~ignored, "losses": token_losses}
+                first_step |= {"inputs": inputs[samples], "targets": targets[samples]}
+                first_step |= {"is_scored": ~ignored, "losses": token_losses}
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).item())
             rate = reference.compute_learning_rate(cfg.optim, len(losses), cfg.steps)
             for group in optimizer.param_groups:
@@ -274,6 +276,11 @@ def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size))
 
 
+def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
+    """Resume from a checkpoint of ranks that divide the tokens only."""
+    resume_training(original, cfg, run, LayoutSettings(context=run.world.size))
+
+
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
     """Let the last rank need more time before its forward pass."""
     if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
@@ -304,10 +311,10 @@ def redraw_shards(original: Any, model: GPT, ranks: Any) -> None:
 
 def forget_token_shards(parallel: ParallelModel) -> None:
     """Use the masks of the first tokens for all shards of the tokens."""
-    assert parallel.tensor_ranks is not None
     for layer in list_dropout_layers([parallel.model]):
         assert isinstance(layer, PositionDropout)
-        layer.set_token_shard(0, parallel.tensor_ranks.size)
+        assert layer.token_positions is not None
+        layer.set_token_positions(torch.arange(len(layer.token_positions)), layer.shards)
 
 
 def use_different_masks(parallel: ParallelModel) -> None:
@@ -322,6 +329,20 @@ def use_equal_masks(original: Any, layer: PositionDropout, samples: range, token
     offset = torch.distributed.get_rank() * len(samples)
     mask: Tensor = original(layer, range(samples.start - offset, samples.stop - offset), tokens, width)
     return mask
+
+
+def restart_positions(parallel: ParallelModel) -> None:
+    """Let each rank count the positions of its own tokens from 0."""
+    assert isinstance(parallel.model, GPT)
+    for block in parallel.model.blocks:
+        positions = block.attention.positions
+        assert positions is not None
+        block.attention.divide_tokens(torch.arange(len(positions)), block.attention.attend)
+
+
+def average_outputs(original: Any, attended: Attended, other: Attended) -> None:
+    """Average the outputs of two blocks of keys, although their softmax has other sums."""
+    original(attended, dataclasses.replace(attended, outputs=other.outputs))
 
 
 def keep_partial_scale_gradients(original: Any, norm: BranchNorm, x: Tensor) -> Tensor:
@@ -372,12 +393,15 @@ def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
 CHANGES: dict[str, Sequence[Replacement]] = {
     "resumed": [(gpt_parallel, "main", resume_training)],
     "resumed_from_fsdp": [(gpt_parallel, "main", resume_from_fsdp)],
+    "resumed_from_context": [(gpt_parallel, "main", resume_from_context)],
     "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],
     "forgets_token_shards": [change_result(gpt_parallel, "parallelize", forget_token_shards)],
     "different_masks": [change_result(gpt_parallel, "parallelize", use_different_masks)],
     "equal_masks": [(PositionDropout, "draw_dropped", use_equal_masks)],
+    "restarts_positions": [change_result(gpt_parallel, "parallelize", restart_positions)],
+    "averages_outputs": [(Attended, "merge", average_outputs)],
     "partial_scales": [(BranchNorm, "forward", keep_partial_scale_gradients)],
     "unties_head": [(TiedParallelHead, "forward", untie_head)],
     "counts_table_twice": [(TiedParallelHead, "forward", count_table_twice)],

@@ -72,12 +72,13 @@ def test_products_of_rotated_vectors_depend_on_distances_only() -> None:
     queries, keys = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
 
     def multiply(query_position: int, key_position: int) -> float:
-        product = rotate_positions(queries, query_position) * rotate_positions(keys, key_position)
-        return product.sum().item()
+        rotated_query = rotate_positions(queries, torch.tensor([query_position]))
+        rotated_key = rotate_positions(keys, torch.tensor([key_position]))
+        return (rotated_query * rotated_key).sum().item()
 
     assert multiply(9, 5) == pytest.approx(multiply(104, 100), abs=1e-12)
     assert multiply(9, 5) != pytest.approx(multiply(9, 6), abs=1e-3)
-    assert torch.equal(rotate_positions(queries), queries), "position 0 is not rotated"
+    assert torch.equal(rotate_positions(queries, torch.tensor([0])), queries), "position 0 is not rotated"
 
 
 def test_grouped_attention_equals_attention_with_repeated_keys_and_values() -> None:

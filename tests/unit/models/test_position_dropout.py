@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +15,15 @@ ROWS = torch.rand(12, 8, 16, dtype=torch.float64) + 1
 
 
 def apply_dropout(
-    samples: range, *, seed: int = 0, name: str = "block0", epoch: int = 0, token_shard: tuple[int, int] = (0, 1)
+    samples: range, *, seed: int = 0, name: str = "block0", epoch: int = 0, tokens: Sequence[int] | None = None
 ) -> Tensor:
-    """Return the output for some samples of ROWS, or for a shard of their tokens."""
+    """Return the output for some samples of ROWS, or for some of their tokens."""
     layer = PositionDropout(RATE, seed, name)
     layer.set_positions(epoch, [samples])
-    layer.set_token_shard(*token_shard)
-    shard, shards = token_shard
-    rows = ROWS[samples.start : samples.stop].chunk(shards, dim=1)[shard]
+    rows = ROWS[samples.start : samples.stop]
+    if tokens is not None:
+        layer.set_token_positions(torch.tensor(tokens), ROWS.shape[1] // len(tokens))
+        rows = rows[:, tokens]
     return layer(rows)
 
 
@@ -28,8 +31,8 @@ def test_any_division_of_samples_and_tokens_drops_the_same_values() -> None:
     output = apply_dropout(range(12))
     by_samples = [apply_dropout(range(5)), apply_dropout(range(5, 5)), apply_dropout(range(5, 12))]
     assert torch.equal(torch.cat(by_samples), output)
-    by_tokens = [apply_dropout(range(12), token_shard=(shard, 4)) for shard in range(4)]
-    assert torch.equal(torch.cat(by_tokens, dim=1), output)
+    for tokens in ([2, 3], [0, 1, 6, 7], [5]):
+        assert torch.equal(apply_dropout(range(12), tokens=tokens), output[:, tokens])
     is_kept = output != 0
     assert torch.allclose(output[is_kept], ROWS[is_kept] / (1 - RATE))
 
