@@ -55,7 +55,7 @@ def draw(parts: Parts, folder: Path = FOLDER) -> list[Path]:
     return files
 
 
-def photograph(page: Path, to: Path, width: int = 1200, height: int = 855) -> None:
+def photograph(page: Path, to: Path, width: int = 1200, height: int = 1225) -> None:
     """Save a picture of a page as chromium shows it. Raises FileNotFoundError without chromium."""
     chromium = shutil.which("chromium")
     if chromium is None:
