@@ -70,10 +70,11 @@ def copy_bytecode(clone: Path) -> None:
 
 
 def find_files(clone: Path, technique: str, experiment: str) -> list[Path]:
-    """Return the files of a technique: its folder, and the files that are named after it or its experiment."""
+    """Return the files of a technique: its folders, and the files that are named after it or its experiment."""
     is_named = re.compile(rf"(^|_)({technique}|{experiment})(_|\.)")
-    technique_folder = clone / "common/techniques" / technique
-    files = [path for path in technique_folder.rglob("*") if path.is_file()]
+    files = []
+    for parent in ("common/techniques", "tests/unit/techniques"):
+        files += [path for path in (clone / parent / technique).rglob("*") if path.is_file()]
     for folder in ("experiments", "configs", "tests"):
         files += [path for path in (clone / folder).rglob("*.*") if is_named.search(path.name)]
     return files
@@ -95,6 +96,11 @@ def delete_records(folder: Path, names: set[str]) -> None:
         remaining = {name: part for name, part in record["parts"].items() if name not in names}
         if len(remaining) < len(record["parts"]):
             write_json(file, record | {"parts": remaining})
+
+
+def name_in_links(file: Path) -> str:
+    """Return the end of links to a file, with its folder if many folders have a file of this name."""
+    return f"{file.parent.name}/{file.name}" if file.name in ("README.md", "__init__.py") else file.name
 
 
 def delete_rows(text: str, is_deleted: re.Pattern[str]) -> str:
@@ -121,14 +127,14 @@ def delete_technique(technique: str, clone: Path) -> None:
             tests.update(re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE))
     parts_of_deleted_pages = list_shown_parts([file for file in files if file.suffix == ".md"])
     for file in files:
-        file.unlink()
+        file.unlink(missing_ok=True)  # a file can be found in two ways
     shutil.rmtree(clone / "common/techniques" / technique)
 
     pages = [page for page in clone.rglob("*.md") if page.name != "CHANGELOG.md"]
     unused_parts = parts_of_deleted_pages - list_shown_parts(pages)
     delete_records(clone / "tests/benchmarks/recorded", unused_parts)
     in_code = "|".join([technique, experiment, *tests])
-    links = "|".join(re.escape(file.name) for file in files)
+    links = "|".join(re.escape(name_in_links(file)) for file in files)
     is_deleted = re.compile(rf"`(?:{in_code})`|\]\([^)]*\b(?:{links})[#)]")
     for page in pages:
         page.write_text(delete_rows(page.read_text(), is_deleted))
