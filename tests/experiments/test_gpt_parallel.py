@@ -250,6 +250,8 @@ INVALID_SETTINGS = {
     "batch=25": "batch=25 cannot be divided evenly by fsdp=1 x replicas=2; use batch=24 or 26",
     "batch=24 accumulate=5": "batch=24 cannot be divided evenly into accumulate=5 microbatches ... use batch=20 or 30",
     "data.name=mnist": "model=gpt needs text ... use data.name=text",
+    "data.name=digits model=net.py:Net": "this experiment trains on text only (got data.name=digits); use data.name=text",
+    "data.name=set.py:read model=net.py:Net": "this experiment trains on text only (got data.name=set.py:read)",
     "loss=mse": "loss=mse is not available for text",
     "context=2 model=net.py:Net": "tensor, context and fsdp divide model=gpt only",
     "dropout=0.2 model=net.py:Net": "dropout=0.2 applies to model=gpt only",
