@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,16 @@ def test_a_missing_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder contains no files"):
         prepare.prepare_dataset(make_settings(tmp_path / "empty", tmp_path))
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_among_the_texts_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a" * 50)
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UserError, match=r"texts/pipe is not a regular file; remove it, or set data\.root to"):
+        prepare.prepare_dataset(make_settings(folder, tmp_path))
 
 
 def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
