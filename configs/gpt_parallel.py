@@ -10,7 +10,7 @@ from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisor
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
-from configs.networks import network_field
+from configs.networks import choose_hidden_width, network_field
 from configs.shared import InitialWeights, TrainingExperiment
 
 BYTE_VOCABULARY = 256
@@ -42,7 +42,8 @@ class NetworkSize:
     def divided_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by the names of their settings."""
         key_value_heads = self.key_value_heads or self.heads
-        return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": self.hidden}
+        hidden = self.hidden or choose_hidden_width(self.width, self.activation)
+        return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": hidden}
 
     def check(self) -> None:
         """Raise ValueError if the sizes cannot be divided among the heads."""
