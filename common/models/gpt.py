@@ -334,7 +334,8 @@ def check_heads(width: int, heads: int, key_value_heads: int) -> None:
     if width % (2 * heads):
         multiple = 2 * heads
         nearest = max(multiple, width // multiple * multiple)
-        raise UserError(f"width={width} is not an even multiple of heads={heads}; use width={nearest} or other heads")
+        problem = f"width must be a multiple of 2 x heads = {multiple} (got {width})"
+        raise UserError(f"{problem}; use width={nearest} or other heads")
     if heads % key_value_heads:
         raise UserError(
             f"heads={heads} is not a multiple of key_value_heads={key_value_heads}; use key_value_heads=0 for as many "
