@@ -179,7 +179,7 @@ class Config(TrainingExperiment):
     def check(self) -> None:
         super().check()
         if self.data.name != "text":
-            raise ValueError(f"this experiment trains on text only (got data.name={self.data.name}); use data.name=text")
+            raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
         is_divided = self.layout.tensor > 1 or self.layout.context > 1 or self.layout.fsdp > 1
         if is_divided and self.model != "gpt":
             degrees = "tensor, context and fsdp"
