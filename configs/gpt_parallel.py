@@ -10,7 +10,7 @@ from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisor
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
-from configs.networks import network_field
+from configs.networks import choose_hidden_width, network_field
 from configs.shared import InitialWeights, TrainingExperiment
 
 BYTE_VOCABULARY = 256
@@ -42,7 +42,8 @@ class NetworkSize:
     def divided_sizes(self) -> dict[str, int]:
         """Sizes that tensor parallelism divides, by the names of their settings."""
         key_value_heads = self.key_value_heads or self.heads
-        return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": self.hidden}
+        hidden = self.hidden or choose_hidden_width(self.width, self.activation)
+        return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": hidden}
 
     def check(self) -> None:
         """Raise ValueError if the sizes cannot be divided among the heads."""
@@ -140,7 +141,8 @@ class Config(TrainingExperiment):
 
     model: str = network_field("gpt", "gpt")
     """Network to train. gpt is a decoder-only transformer. FILE.py:Class is a custom network, which maps tokens int64
-    [N, T] to logits [N, T, vocabulary]; its ranks can only be replicas."""
+    [N, T] to logits [N, T, vocabulary]; its ranks can only be replicas. `width`, `layers`, `heads`, `key_value_heads`,
+    `hidden`, `activation` and `tied` then have no effect."""
     size: NetworkSize = flat(NetworkSize)
     dropout: float = between(0, 0.95, 0)
     """Dropout probability for token vectors and for the branches of each block. The mask of a value depends only on its
@@ -176,6 +178,8 @@ class Config(TrainingExperiment):
 
     def check(self) -> None:
         super().check()
+        if self.data.name != "text":
+            raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
         is_divided = self.layout.tensor > 1 or self.layout.context > 1 or self.layout.fsdp > 1
         if is_divided and self.model != "gpt":
             degrees = "tensor, context and fsdp"

@@ -16,6 +16,7 @@ RESNETS = {"resnet18": 11.2e6, "resnet50": 23.5e6, "resnet101": 42.5e6}  # numbe
 MIN_IMAGE_SIZES = {"convnet": 6, "lenet5": 16}  # in pixels; convolutions without padding need larger images
 TEXT_NETWORKS = ("gpt",)  # networks that require text
 CONVOLUTIONS = ("convnet", "lenet5", *RESNETS)  # networks that require images
+HIDDEN_MULTIPLE = 32  # the default size of a SwiGLU layer is a multiple of this number, so that ranks can divide it
 
 
 def network_field(default: str, *names: str) -> Any:
@@ -62,3 +63,10 @@ def check_shape(model: str, data_name: str, shape: Sequence[int]) -> None:
         images = f"images of at least {min_size}x{min_size} pixels" if is_image else "images"
         problem = f"data.name={data_name} contains {samples}, but model={model} needs {images}"
         raise ValueError(f"{problem}; use another data set, {alternatives}")
+
+
+def choose_hidden_width(width: int, activation: str) -> int:
+    """Return the default size of a feed-forward layer, so that swiglu and gelu have about as many parameters."""
+    if activation == "gelu":
+        return 4 * width
+    return -(-8 * width // (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,11 +103,16 @@ def name_unreadable_file(file: Path) -> Iterator[None]:
 
 
 def fingerprint_files(files: Sequence[Path]) -> str:
-    """Return a string that changes whenever a file is added, removed or replaced."""
+    """Return a string that changes whenever a file is added, removed or replaced.
+
+    Raises UserError if a file cannot be read or is not a regular file.
+    """
     lines = []
     for file in files:
         with name_unreadable_file(file):
             status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # reading a pipe could block forever
+            raise UserError(f"{file} is not a regular file; remove it, or {REMEDY}")
         lines.append(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n")
     return hashlib.sha256(os.fsencode("".join(lines))).hexdigest()
 

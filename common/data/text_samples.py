@@ -15,7 +15,7 @@ from common.runs.folder import read_json
 from common.system.causes import Cause
 from common.system.errors import UserError
 
-REQUIRED_FACTS = {"vocabulary", "sha256", "test_bytes_per_token", "unigram_loss", "bigram_loss"}
+REQUIRED_FACTS = {"vocabulary", "bytes", "sha256", "test_tokens", "test_bytes_per_token", "unigram_loss", "bigram_loss"}
 
 
 def read_text_facts(prepared: PreparedDataset) -> dict[str, Any]:

@@ -50,7 +50,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokens are those of a file `tokenizer.json`. No special tokens are added to a text."""
+    """The tokens are those of a file `tokenizer.json`.
+
+    No special tokens are added to a text. Truncation and padding in the file have no effect.
+    """
 
     def __init__(self, file: Path) -> None:
         """Read a tokenizer. Raises UserError if the file is invalid or the library is not installed."""
@@ -65,6 +68,9 @@ class FileTokenizer:
         except Exception as error:  # noqa: BLE001 (the library raises Exception)
             problem = f"data.tokenizer={file} cannot be read by the library tokenizers ({summarize_error(error)})"
             raise UserError(f"{problem}; {REMEDY}") from None
+        # The file may contain the settings of another program, which cuts texts to one length.
+        self.library_tokenizer.no_truncation()
+        self.library_tokenizer.no_padding()
         self.file = file
         ids = self.library_tokenizer.get_vocab().values()
         self.vocabulary = max(ids, default=0) + 1

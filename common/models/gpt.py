@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from common.models.networks import make_recipe
 from common.models.position_dropout import PositionDropout
 from common.system.errors import UserError
+from configs.networks import choose_hidden_width
 
 NOT_SCORED = -100
 """Target of a token without a loss, as in torch."""
@@ -25,8 +26,6 @@ INITIAL_STD = 0.02
 """Standard deviation of the initial weights (GPT-2)."""
 NORM_EPSILON = 1e-5
 ROTARY_BASE = 10_000.0
-HIDDEN_MULTIPLE = 32
-"""The default width of the SwiGLU layer is a multiple of this number, so that it can be divided among ranks."""
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Causal attention: maps queries [N, heads, T, D] and keys and values [N, key_value_heads, T, D], whose heads may be
 fewer, to outputs [N, heads, T, D]."""
@@ -330,19 +329,13 @@ class GPT(nn.Sequential):
         return super().forward(input)
 
 
-def choose_hidden_width(width: int, activation: str) -> int:
-    """Return the size of a feed-forward layer, so that swiglu and gelu have about as many parameters."""
-    if activation == "gelu":
-        return 4 * width
-    return -(-8 * width // (3 * HIDDEN_MULTIPLE)) * HIDDEN_MULTIPLE
-
-
 def check_heads(width: int, heads: int, key_value_heads: int) -> None:
     """Raise UserError if the width or the key-value heads cannot be divided among the heads."""
     if width % (2 * heads):
         multiple = 2 * heads
         nearest = max(multiple, width // multiple * multiple)
-        raise UserError(f"width={width} is not an even multiple of heads={heads}; use width={nearest} or other heads")
+        problem = f"width must be a multiple of 2 x heads = {multiple} (got {width})"
+        raise UserError(f"{problem}; use width={nearest} or other heads")
     if heads % key_value_heads:
         raise UserError(
             f"heads={heads} is not a multiple of key_value_heads={key_value_heads}; use key_value_heads=0 for as many "

@@ -115,7 +115,8 @@ def draw_token(logits: Tensor, temperature: float, top_k: int, generator: torch.
     if 0 < top_k < len(logits):
         lowest = logits.topk(top_k).values[-1]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
-    probabilities = (logits / temperature).softmax(0)
+    # With a maximum of 0, a quotient may be -inf but not inf, whose softmax is NaN.
+    probabilities = ((logits - logits.max()).double() / temperature).softmax(0)
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 

@@ -27,7 +27,7 @@ RESNET18_REMEDY = (
     "in this experiment, the first convolution of resnet18 is always 3x3; "
     "use model=resnet50, or an experiment whose resnet18 adapts to the size of the images"
 )
-OTHER_REMEDY = "use the same number of classes and color channels and the same width as the model in the file"
+OTHER_REMEDY = "use the sizes of the model in the file, such as its width and its numbers of classes and color channels"
 
 
 def load_weights_of_setting(model: nn.Module, weights: str, runs: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,16 @@ def test_a_missing_text_is_refused(tmp_path: Path) -> None:
         prepare.prepare_dataset(make_settings(tmp_path / "empty", tmp_path))
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_among_the_texts_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a" * 50)
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(UserError, match=r"texts/pipe is not a regular file; remove it, or set data\.root to"):
+        prepare.prepare_dataset(make_settings(folder, tmp_path))
+
+
 def test_a_python_without_sources_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(UserError, match=r"has no source files \(\*\.py\); set data\.root to a UTF-8 text file"):
@@ -181,6 +192,9 @@ def test_a_character_is_not_divided_if_the_tokens_are_not_bytes() -> None:
 
 def test_missing_facts_are_refused(tmp_path: Path) -> None:
     prepared = prepare_text(draw_text(1000), tmp_path)
-    (prepared.path / "text.json").write_text(json.dumps({"vocabulary": 256}))
-    with pytest.raises(UserError, match=r"text\.json is missing or damaged; delete"):
-        open_samples(prepared, "train")
+    file = prepared.path / "text.json"
+    facts = json.loads(file.read_text())
+    for name in facts.keys() - {"files"}:  # no code needs the number of files
+        file.write_text(json.dumps({key: value for key, value in facts.items() if key != name}))
+        with pytest.raises(UserError, match=r"text\.json is missing or damaged; delete"):
+            open_samples(prepared, "train")

@@ -79,6 +79,19 @@ def test_tokens_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(tokenizer.encode(b"")) == 0
 
 
+def test_truncation_and_padding_in_the_file_have_no_effect(tmp_path: Path) -> None:
+    library = pytest.importorskip("tokenizers", reason=LIBRARY_REASON)
+    file = write_word_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = library.Tokenizer.from_file(str(file))
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(file))
+    assert FileTokenizer(file).encode(b"red green blue").tolist() == [1, 2, 300]
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(file))
+    assert FileTokenizer(file).encode(b"red green blue").tolist() == [1, 2, 300]
+
+
 def test_unknown_characters_without_a_token_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers", reason=LIBRARY_REASON)
     tokenizer = FileTokenizer(write_word_tokenizer(tmp_path / "tokenizer.json", unknown="[none]"))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from common.models import networks
 from common.models.gpt import GPT, NORM_EPSILON, Attention, ShardDims, rotate_positions
+from common.models.weights import load_weights
 from common.system.errors import UserError
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 32
@@ -125,9 +126,15 @@ def test_the_recipe_and_a_copy_compute_the_same(tied: bool) -> None:
 
 
 def test_unsuitable_sizes_are_refused() -> None:
-    with pytest.raises(UserError, match=r"width=30 is not an even multiple of heads=4; use width=24"):
+    with pytest.raises(UserError, match=r"width must be a multiple of 2 x heads = 8 \(got 30\); use width=24"):
         build_gpt(width=30)
     with pytest.raises(UserError, match=r"heads=4 is not a multiple of key_value_heads=3"):
         build_gpt(key_value_heads=3)
     with pytest.raises(ValueError, match=r"the text has 13 tokens, but the context of the model is 12"):
         build_gpt()(torch.zeros(1, 13, dtype=torch.int64))
+
+
+def test_weights_of_another_size_are_refused() -> None:
+    state = build_gpt(width=64).state_dict()
+    with pytest.raises(UserError, match=r"\(32, 64\), expected \(32, 32\); use the sizes of the model in the file"):
+        load_weights(build_gpt(), state, "weights.pt")

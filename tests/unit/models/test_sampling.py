@@ -129,6 +129,7 @@ def test_temperature_and_top_k_limit_the_choices() -> None:
         return {draw_token(logits, temperature, top_k, generator) for _ in range(300)}
 
     assert draw_many(0, 0) == {1}
+    assert draw_many(1e-310, 0) == draw_many(1e-310, 2) == {1}, "a logit divided by the temperature is infinite"
     assert draw_many(1, 2) == {1, 3}
     assert draw_many(1, 0) == {0, 1, 2, 3}
     assert draw_many(1, 9) == {0, 1, 2, 3}, "a top_k above the vocabulary selects all tokens"
