@@ -33,7 +33,8 @@ class StepMeter(StepHook):
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
     Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
-    size of the storages that autograd saves for the backward pass of one microbatch, without parameters.
+    size of the storages that autograd saves for the backward pass of one microbatch, without parameters. Of tokens,
+    which share a storage with later batches, only those of the microbatch are counted.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
@@ -108,13 +109,16 @@ def count_bytes(values: Iterable[Any]) -> int:
 
 
 class SavedTensors:
-    """The storages that autograd saves for the backward pass of the first microbatch of a step."""
+    """The storages that autograd saves for the backward pass of the first microbatch of a step.
+
+    The data loader keeps several batches of tokens in one storage. Tokens are therefore counted by their own size.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hooks = saved_tensors_hooks(self.record, lambda tensor: tensor)
         self.sizes: dict[int, int] = {}
-        """Size of each storage in bytes, by its address."""
+        """Size in bytes of each storage, and of each tensor of tokens, by its address."""
         self.storages: list[Any] = []
         """The storages, so that no address is used again during the measurement."""
         self.has_ended = False
@@ -139,12 +143,13 @@ class SavedTensors:
         self.has_ended = True
 
     def record(self, tensor: Tensor) -> Tensor:
-        """Record the storage of a saved tensor, unless it belongs to a parameter."""
+        """Record the storage of a saved tensor, unless it belongs to a parameter. Record tokens without the storage."""
         if self.is_recording:
             storage = tensor.untyped_storage()
-            address = storage.data_ptr()
+            is_tokens = tensor.dtype == torch.int64
+            address = tensor.data_ptr() if is_tokens else storage.data_ptr()
             if address not in self.sizes and address not in self._list_parameter_addresses():
-                self.sizes[address] = storage.nbytes()
+                self.sizes[address] = tensor.nbytes if is_tokens else storage.nbytes()
                 self.storages.append(storage)
         return tensor
 
