@@ -22,7 +22,9 @@ COLLECTIVE_NAMESPACE = "c10d"
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 """Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
-"""How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
+"""Bytes that a rank sends, as a multiple of (p - 1) / p times the size of the full tensor."""
+NOT_COUNTED = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "check_for_nan"}
+"""Operations that send no tensor from the rank."""
 
 SEND = "send"
 """Name of the operation that sends a tensor to one rank."""
@@ -188,7 +190,10 @@ class GatheredParameters(TorchDispatchMode):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context in which the bytes of all collectives and messages are counted."""
+    """Context that counts the bytes that this rank sends in all-reduces, all-gathers, reduce-scatters and sends.
+
+    Any other operation that sends a tensor raises NotImplementedError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,10 +208,13 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
+        if name in NOT_COUNTED:
+            return
         if name == SEND:
             self.sent_bytes += count_bytes(flatten_tensors(args[0]))
-        if name not in BYTES_SENT:
             return
+        if name not in BYTES_SENT:
+            raise NotImplementedError(f"the bytes that {COLLECTIVE_NAMESPACE}::{name} sends are unknown")
         ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
         full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
         self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
