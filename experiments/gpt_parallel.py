@@ -7,7 +7,7 @@
     python experiments/gpt_parallel.py fsdp=2                        sharded parameters
     make exp NAME=gpt_parallel NODES=2                               on a cluster
 
-A run takes about two minutes on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
+A run takes less than a minute on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
 held-out cross-entropy below that of a bigram model. `data.root` selects another text.
 
 `batch` is the number of samples of `data.context` bytes per step, over all ranks and microbatches. The loss is the mean

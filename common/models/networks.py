@@ -298,8 +298,6 @@ def build_network(name: str, shape: Sequence[int], classes: int) -> Any:
         return SimpleNN(shape=shape, classes=classes)
     if name == "resnet50":
         return ResNet(name, shape, classes)
-    if name == "gpt":
-        return import_object(KINDS_BY_LOOKUP["GPT"])(shape[0], classes)
     kinds = {"lenet300": LeNet300, "lenet5": LeNet5, "convnet": ConvNet, "resnet18": ResNet18}
     return kinds[name](shape, classes)
 

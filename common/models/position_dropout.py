@@ -29,7 +29,7 @@ class PositionDropout(SampleDropout):
         """Number of ranks among which the tokens of a sample are divided evenly."""
 
     def set_token_positions(self, positions: Tensor, shards: int) -> None:
-        """Set which tokens the layer gets, by their positions int64 [T], and among how many ranks all are divided."""
+        """Set the positions int64 [T] of this rank's tokens, and the number of ranks that divide a sample."""
         self.token_positions = positions
         self.shards = shards
 

@@ -49,6 +49,8 @@ LOSS_TOLERANCES = {"first_loss": 2e-6, "last_loss": 2e-4}
 
 The differences grow from step to step.
 """
+GRADIENT_TOLERANCE = 1e-4
+"""Largest relative difference of a gradient from that of torch's tensor parallelism, in float32."""
 MEMORY = ("peak_parameters", "gradients", "optimizer", "activations")
 
 
@@ -103,10 +105,28 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
     def compute_loss_of_torch() -> Any:
         return torch.nn.functional.cross_entropy(theirs(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
 
+    def compute_our_loss() -> Any:
+        return parallel.sum_loss(ours(inputs), targets)
+
+    our_loss = compute_our_loss()
+    our_loss.backward()
+    with loss_parallel():
+        loss_of_torch = compute_loss_of_torch()
+        loss_of_torch.backward()
+        loss_of_torch = loss_of_torch.full_tensor()
+    check_first_step(ours, our_loss.item(), theirs, loss_of_torch.item())
     return {
-        OURS: make_side(ours, lambda: parallel.sum_loss(ours(inputs), targets), contextlib.nullcontext),
+        OURS: make_side(ours, compute_our_loss, contextlib.nullcontext),
         TORCH: make_side(theirs, compute_loss_of_torch, loss_parallel),
     }
+
+
+def check_first_step(ours: Any, our_loss: float, theirs: Any, loss_of_torch: float) -> None:
+    """Raise AssertionError if two divided models have different losses or gradients."""
+    assert abs(our_loss - loss_of_torch) < LOSS_TOLERANCES["first_loss"] * loss_of_torch, (our_loss, loss_of_torch)
+    gradients = [model.block0.feed_forward.up.weight.grad.full_tensor() for model in (ours, theirs)]
+    difference = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+    assert difference < GRADIENT_TOLERANCE, f"the gradients of block0.feed_forward.up differ by {difference:.2g}"
 
 
 def divide_with_torch(model: Any, mesh: Any) -> None:

@@ -98,6 +98,8 @@ def test_it_learns_more_than_pairs_of_bytes_and_continues_the_text(tmp_path: Pat
     assert result["bits_per_byte"] == pytest.approx(result["test_loss"] / math.log(2), rel=1e-12)
     assert result["sample"].startswith("the cat")
     assert result["text_bytes"] == (tmp_path / "text.txt").stat().st_size
+    tokens_per_step = load_settings(*SMALL).batch * 32
+    assert result["tokens_per_second"] * result["step_seconds"] == pytest.approx(tokens_per_step, rel=1e-9)
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
     assert [row["global_step"] for row in evaluations] == [25, 50, 55, 60], (
         "every 25 steps, after the epoch, and at the end"
@@ -109,8 +111,12 @@ def test_it_learns_more_than_pairs_of_bytes_and_continues_the_text(tmp_path: Pat
     run = completed.folder.path
     greedy = sample(run, "--text=a dog", "--temperature=0").stdout
     assert greedy.startswith("a dog ran to the ")
-    first = sample(run, "--text=a dog", "--seed=3").stdout
-    assert sample(run, "--text=a dog", "--seed=3").stdout == first
+    assert sample(run, "--text=a dog", "--temperature=0", "--seed=4").stdout == greedy
+    first = sample(run, "--text=a dog", "--temperature=1", "--seed=3").stdout
+    assert first != greedy
+    assert sample(run, "--text=a dog", "--seed=3").stdout == first, "the default temperature is 1"
+    assert sample(run, "--text=a dog", "--seed=4").stdout != first
+    assert sample(run, "--text=a dog", "--seed=3", "--temperature=100").stdout != first
     assert sample(run, "--text=a dog", "--seed=3", "--top-k=1").stdout == greedy
 
 

@@ -20,6 +20,7 @@ CASES = {
     1: [
         *(layout for layout in MEASURED_LAYOUTS if "=2" not in layout),
         "dropout=0.2,activation=gelu,accumulate=3",
+        "data.train_limit=400,data.block=50,batch=4,width=32,layers=1,hidden=32",
     ],
     2: [
         *(layout for layout in MEASURED_LAYOUTS if "=2" in layout),

@@ -6,6 +6,8 @@ gradients are added in the same messages.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
 
     Ranks of `context` would hold the same shards. The parameters are divided among them too, which needs no further
     message: the gradients must be summed over these ranks anyway. With several replicas (hybrid sharding), the
-    gradients are summed within each replica, and then among the replicas.
+    gradients are averaged within each replica, and then among the replicas.
 
     The parameters of a block are gathered just before they are needed. The embedding, the last norm and the head form
     one unit, because the embedding and the head may share their table. This unit is gathered until the backward pass
@@ -58,7 +60,10 @@ def find_gradient_group(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup |
 
 
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Replace all gradients with their means over a group of ranks, after backward, in one message."""
+    """Replace all gradients with their means over a group of ranks, after backward, in one message.
+
+    A parameter that a rank has not used counts there as a gradient of zeros.
+    """
     gradients = list_local_gradients(model)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(flat, group=group)
@@ -70,10 +75,16 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def list_local_gradients(model: nn.Module) -> list[Tensor]:
-    """Return this rank's shards of all gradients."""
+    """Return this rank's shards of all gradients. Missing gradients of trained parameters are set to zero.
+
+    Which parameters a custom network uses may depend on the samples, but all ranks must send messages of one size.
+    """
     gradients = []
     for parameter in model.parameters():
-        gradient = parameter.grad
-        if gradient is not None:
-            gradients.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient: Any = parameter.grad
+        gradients.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
     return gradients

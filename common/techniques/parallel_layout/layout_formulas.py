@@ -170,10 +170,10 @@ def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, la
 def count_flops_per_token(parameters: Mapping[str, ParameterSize], shape: Shape, is_tied: bool) -> int:
     """Return the floating-point operations per token of a forward and a backward pass: 6 N + 12 L T d.
 
-    N is the number of weights in matrix products, which excludes the lookup in an untied table (Chowdhery et al. 2022,
-    arXiv 2204.02311, appendix B).
+    N is the number of weights in matrix products, which excludes the scales of the norms and the lookup in an untied
+    table (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
     """
-    weights = sum(math.prod(size.shape) for size in parameters.values())
+    weights = sum(math.prod(size.shape) for size in parameters.values() if len(size.shape) > 1)
     if not is_tied:
         weights -= shape.vocabulary * shape.width
     return 6 * weights + 12 * shape.layers * shape.context * shape.width

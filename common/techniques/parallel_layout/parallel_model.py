@@ -166,5 +166,5 @@ class ParallelModel:
 
 
 def silence_redistribution_warnings() -> None:
-    """Silence torch's warning that the full tensor of a parameter takes several messages, as it does on any mesh."""
+    """Silence torch's warning that gathering a parameter over several mesh dimensions needs several messages."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

@@ -22,7 +22,9 @@ COLLECTIVE_NAMESPACE = "c10d"
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 """Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
-"""How often the full tensor of a collective passes each link of a ring, times p / (p - 1) for p ranks."""
+"""Bytes that a rank sends, as a multiple of (p - 1) / p times the size of the full tensor."""
+NOT_COUNTED = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "check_for_nan"}
+"""Operations that send no tensor from the rank."""
 
 SEND = "send"
 """Name of the operation that sends a tensor to one rank."""
@@ -33,7 +35,8 @@ class StepMeter(StepHook):
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
     Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
-    size of the storages that autograd saves for the backward pass of one microbatch, without parameters.
+    size of the storages that autograd saves for the backward pass of one microbatch, without parameters. Of tokens,
+    which share a storage with later batches, only those of the microbatch are counted.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
@@ -108,13 +111,16 @@ def count_bytes(values: Iterable[Any]) -> int:
 
 
 class SavedTensors:
-    """The storages that autograd saves for the backward pass of the first microbatch of a step."""
+    """The storages that autograd saves for the backward pass of the first microbatch of a step.
+
+    The data loader keeps several batches of tokens in one storage. Tokens are therefore counted by their own size.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.hooks = saved_tensors_hooks(self.record, lambda tensor: tensor)
         self.sizes: dict[int, int] = {}
-        """Size of each storage in bytes, by its address."""
+        """Size in bytes of each storage, and of each tensor of tokens, by its address."""
         self.storages: list[Any] = []
         """The storages, so that no address is used again during the measurement."""
         self.has_ended = False
@@ -139,12 +145,13 @@ class SavedTensors:
         self.has_ended = True
 
     def record(self, tensor: Tensor) -> Tensor:
-        """Record the storage of a saved tensor, unless it belongs to a parameter."""
+        """Record the storage of a saved tensor, unless it belongs to a parameter. Record tokens without the storage."""
         if self.is_recording:
             storage = tensor.untyped_storage()
-            address = storage.data_ptr()
+            is_tokens = tensor.dtype == torch.int64
+            address = tensor.data_ptr() if is_tokens else storage.data_ptr()
             if address not in self.sizes and address not in self._list_parameter_addresses():
-                self.sizes[address] = storage.nbytes()
+                self.sizes[address] = tensor.nbytes if is_tokens else storage.nbytes()
                 self.storages.append(storage)
         return tensor
 
@@ -183,7 +190,10 @@ class GatheredParameters(TorchDispatchMode):
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Context in which the bytes of all collectives and messages are counted."""
+    """Context that counts the bytes that this rank sends in all-reduces, all-gathers, reduce-scatters and sends.
+
+    Any other operation that sends a tensor raises NotImplementedError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,10 +208,13 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
+        if name in NOT_COUNTED:
+            return
         if name == SEND:
             self.sent_bytes += count_bytes(flatten_tensors(args[0]))
-        if name not in BYTES_SENT:
             return
+        if name not in BYTES_SENT:
+            raise NotImplementedError(f"the bytes that {COLLECTIVE_NAMESPACE}::{name} sends are unknown")
         ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
         full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
         self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
