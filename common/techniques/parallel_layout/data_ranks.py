@@ -62,29 +62,32 @@ def find_gradient_group(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup |
 def average_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Replace all gradients with their means over a group of ranks, after backward, in one message.
 
-    A parameter that a rank has not used counts there as a gradient of zeros.
+    Which parameters a custom network uses may depend on the samples. A parameter that this rank has not used counts as
+    a gradient of zeros. A parameter that no rank has used keeps no gradient, as in a single process. For this purpose,
+    the message ends with a flag for each parameter.
     """
-    gradients = list_local_gradients(model)
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    is_used = [parameter.grad is not None for parameter in parameters]
+    parts: list[Tensor] = []
+    for parameter in parameters:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parts.append(get_local_tensor(gradient))
+    flags = torch.tensor(is_used, dtype=parts[0].dtype, device=parts[0].device)
+    flat = torch.cat([*(part.flatten() for part in parts), flags])
     dist.all_reduce(flat, group=group)
-    flat /= group.size()
-    start = 0
-    for gradient in gradients:
-        gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-        start += gradient.numel()
 
-
-def list_local_gradients(model: nn.Module) -> list[Tensor]:
-    """Return this rank's shards of all gradients. Missing gradients of trained parameters are set to zero.
-
-    Which parameters a custom network uses may depend on the samples, but all ranks must send messages of one size.
-    """
-    gradients = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
+    sizes = [part.numel() for part in parts]
+    *sums, users = flat.split([*sizes, len(parameters)])
+    for number, parameter in enumerate(parameters):
         if parameter.grad is None:
+            if users[number] == 0:
+                continue
             parameter.grad = torch.zeros_like(parameter)
-        gradient: Any = parameter.grad
-        gradients.append(gradient.to_local() if hasattr(gradient, "to_local") else gradient)
-    return gradients
+        part = get_local_tensor(parameter.grad)
+        part.copy_(sums[number].view_as(part)).div_(group.size())
+
+
+def get_local_tensor(tensor: Any) -> Tensor:
+    """Return this rank's shard of a tensor, without a gradient."""
+    local: Any = tensor.detach()
+    return local.to_local() if hasattr(local, "to_local") else local

@@ -163,7 +163,8 @@ def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, la
         per_microbatch += 2 * (layout.replicas - 1) / layout.replicas * stored
     else:
         copies = layout.replicas * layout.context
-        per_step += 2 * (copies - 1) / copies * stored
+        flags = size * len(parameters)  # whether a rank has used each parameter
+        per_step += 2 * (copies - 1) / copies * (stored + flags)
     return round(shape.microbatches * per_microbatch + per_step)
 
 
