@@ -141,8 +141,9 @@ class Config(TrainingExperiment):
 
     model: str = network_field("gpt", "gpt")
     """Network to train. gpt is a decoder-only transformer. FILE.py:Class is a custom network, which maps tokens int64
-    [N, T] to logits [N, T, vocabulary]; its ranks can only be replicas. `width`, `layers`, `heads`, `key_value_heads`,
-    `hidden`, `activation` and `tied` then have no effect."""
+    [N, T] to logits [N, T, vocabulary]. The logits of a position must not depend on later tokens. The ranks of a custom
+    network can only be replicas. `width`, `layers`, `heads`, `key_value_heads`, `hidden`, `activation` and `tied` then
+    have no effect."""
     size: NetworkSize = flat(NetworkSize)
     dropout: float = between(0, 0.95, 0)
     """Dropout probability for token vectors and for the branches of each block. The mask of a value depends only on its

@@ -137,7 +137,7 @@ class Lab:
         ]
         all_settings += [f"data.cache={self.shared / 'cache'}", f"data.root={self.shared / 'images'}"]
         all_settings += [f"checkpoint.every_steps={CHECKPOINT_STEPS}", "checkpoint.every_seconds=0"]
-        all_settings += [f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=60", *settings]
+        all_settings += [f"launch.step_timeout={TIMEOUT}", "wandb.finish_timeout=300", *settings]
         self.command("exp", f"--nodes={nodes}", f"--args={' '.join(all_settings)}", "--", experiment, env=env)
         (path,) = runs.iterdir()
         return Running(self, RunFolder(path))
