@@ -1,4 +1,4 @@
-"""A run of gpt_parallel is resumed with another layout, and its weights are used by another layout."""
+"""A run of gpt_parallel with a layout equals a single process, is resumed with another layout, and lends its weights."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ VARIED = (
     *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "dropout=0.2", "masked=0.3"),
     *("accumulate=2", "dtype=float64", "steps=16", "evaluate_every=5"),
 )
+LAYOUTS = ("tensor=2", "tensor=2 sequence=true", "context=2", "fsdp=2", "replicas=2")
 LAYOUT_PAIRS = (
     ("replicas=1", "tensor=2 sequence=true"),
     ("tensor=2", "tensor=1 fsdp=2"),
@@ -36,6 +37,20 @@ LAYOUT_PAIRS = (
 def read_losses(rows: list[dict[str, float]]) -> list[float]:
     """Return the losses of all steps and evaluations."""
     return [row.get("loss", row.get("test_loss", 0.0)) for row in rows]
+
+
+@pytest.mark.parametrize("layout", draw_cases("gpt-commands", LAYOUTS, 1))
+def test_a_command_with_a_layout_equals_a_single_process(layout: str, tmp_path: Path, quick: Settings) -> None:
+    divided = run_experiment(ENTRY.name, *quick, *VARIED, *layout.split(), runs=tmp_path / "divided")
+    single = run_experiment(ENTRY.name, *quick, *VARIED, "replicas=1", runs=tmp_path / "single")
+    losses = read_losses(divided.folder.read_metrics())
+    assert losses == pytest.approx(read_losses(single.folder.read_metrics()), abs=1e-9, rel=0)
+    assert len(losses) == 16 + 5
+    parameters = read_model(divided.folder)[1]
+    expected = read_model(single.folder)[1]
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter, expected[name], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize(("layout", "new_layout"), draw_cases("gpt-resumes", LAYOUT_PAIRS, 2))
