@@ -1,4 +1,4 @@
-"""A run of gpt_parallel with a layout equals a single process, is resumed with another layout, and lends its weights."""
+"""A run of gpt_parallel with a layout equals one process, is resumed with another layout, and lends its weights."""
 
 from __future__ import annotations
 
