@@ -107,7 +107,7 @@ tables: .settings  ## update the measured tables and figures of the pages from t
 	@$(PY) -m tests.benchmarks.tables
 
 requirements: .settings  ## update the pinned dependencies in requirements.txt from pyproject.toml
-	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --extra dashboard --extra quantise --upgrade --quiet \
+	@$(PY) -m uv pip compile --universal --python-version 3.11 --extra dev --extra bench --extra dashboard --extra quantise --extra tokenizer --upgrade --quiet \
 	  --annotation-style line --custom-compile-command "make requirements" pyproject.toml > .requirements.new
 	@echo "-e .  # the project itself, so that scripts find its packages" >> .requirements.new
 	@mv .requirements.new requirements.txt

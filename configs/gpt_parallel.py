@@ -75,15 +75,15 @@ class LayoutSettings(RanksPerNode):
     with ring attention, arXiv 2310.01889). `data.context` is the number of tokens of a sample. CPUs only."""
     fsdp: int = between(1, 64, 1)
     """Number of ranks among which parameters, gradients and optimizer states are divided (fully sharded data
-    parallelism, arXiv 2304.11277). Each rank processes another shard of the batch. With `context`, the ranks that
+    parallelism, arXiv 2304.11277). Each rank processes a different shard of the batch. With `context`, the ranks that
     divide the tokens also divide the parameters."""
     reshard: bool = True
     """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
     backward pass. false keeps them, which needs more memory and less communication."""
     replicas: int = between(0, 64, 0)
-    """Number of copies of the model, each of which processes another shard of the batch. With fsdp, this is hybrid
-    sharding. 0 divides all ranks into replicas. If the number of ranks is unknown, 0 means two replicas without fsdp,
-    context and tensor, and otherwise one replica or, on several hosts, as many as needed to use each host."""
+    """Number of copies of the model, each of which processes a different shard of the batch. With fsdp, this is hybrid
+    sharding. 0 uses as many replicas as the ranks allow. If nothing sets the number of ranks, one host has two replicas
+    of an undivided model or one of a divided model, and several hosts have the fewest that use all hosts equally."""
 
     @property
     def is_set(self) -> bool:

@@ -18,7 +18,7 @@ from common.runs.result import parse_result
 from configs.layout import Layout
 from tests.benchmarks.measure import Samples, Task, Team, summarize_values
 from tests.benchmarks.parts import Part, finish, run_of
-from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
+from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
 
 NAME = "gpt_parallel"
 WIDTH = 512
@@ -29,10 +29,12 @@ BATCH = 8
 SIZES = (f"width={WIDTH}", f"layers={LAYERS}", f"heads={HEADS}", f"data.context={CONTEXT}", f"batch={BATCH}")
 SETTINGS = (
     *("tied=false", "evaluate_every=0", "data.test_limit=8", "eval_batch=8", "prompt=d"),
-    *("optim.warmup=0", "optim.decay=constant", "launch.threads=1"),
+    *("optim.warmup=0", "optim.decay=constant"),
 )
 STEPS = "steps=12"
+ONE_THREAD = "launch.threads=1"
 SINGLE = "1 process, 1 thread"
+TWO_THREADS = "1 process, 2 threads"
 LAYOUTS = {
     SINGLE: ("replicas=1",),
     "tensor=2": ("tensor=2",),
@@ -40,8 +42,8 @@ LAYOUTS = {
     "fsdp=2": ("fsdp=2",),
     "replicas=2": ("replicas=2",),
 }
-OURS = "tensor=2 in a loop"
-TORCH = "parallelize_module in a loop"
+OURS = "bare loop, tensor=2"
+TORCH = "bare loop, parallelize_module of torch"
 TEAM_STEPS = 8
 KEEP = ("training_state_share",)
 LOSS_TOLERANCES = {"first_loss": 2e-6, "last_loss": 2e-4}
@@ -57,7 +59,9 @@ MEMORY = ("peak_parameters", "gradients", "optimizer", "activations")
 def sides(scratch: Path) -> list[Team | Task]:
     runs: list[Team | Task] = []
     for label, layout in LAYOUTS.items():
-        runs.append(run_of(scratch, label, NAME, *SIZES, *SETTINGS, STEPS, *layout, keep=KEEP))
+        runs.append(run_of(scratch, label, NAME, *SIZES, *SETTINGS, STEPS, ONE_THREAD, *layout, keep=KEEP))
+    threads = "launch.threads=2"
+    runs.append(run_of(scratch, TWO_THREADS, NAME, *SIZES, *SETTINGS, STEPS, threads, "replicas=1", keep=KEEP))
     return [*runs, Team(2, 1, make_tensor_parallel_sides)]
 
 
@@ -147,15 +151,15 @@ def divide_with_torch(model: Any, mesh: Any) -> None:
 
 
 def table(samples: Samples) -> Table:
-    rows = list_step_times(samples)
+    rows = []
+    for label in (TWO_THREADS, *LAYOUTS):
+        rows.append(Row(f"ms per step: {label}", [samples.number(label, factor=1e3)]))
     rows.append(at_least("1 process with 1 thread / tensor=2", samples.ratio(SINGLE, "tensor=2"), 1.25))
-    rows.append(at_most("tensor=2 / torch's parallelize_module", samples.ratio(OURS, TORCH), 1.0))
-    for label in LAYOUTS:
-        if label != SINGLE:
-            share = samples.number(label, "training_state_share")
-            row_label = f"parameters, gradients and optimizer state of a rank / of one process: {label}"
-            is_divided = label != "replicas=2"
-            rows.append(at_most(row_label, share, 0.55) if is_divided else Row(row_label, [share]))
+    rows.append(Row("1 process with 2 threads / tensor=2", [samples.ratio(TWO_THREADS, "tensor=2")]))
+    rows.append(at_most(f"{OURS} / {TORCH}", samples.ratio(OURS, TORCH), 1.0))
+    for label in ("tensor=2", "fsdp=2"):
+        row_label = f"parameters, gradients and optimizer state of a rank / of one process: {label}"
+        rows.append(at_most(row_label, samples.number(label, "training_state_share"), 0.55))
     return make_value_table(rows)
 
 
@@ -176,7 +180,7 @@ def memory_sides(scratch: Path) -> list[Team | Task]:
         keep += [f"{category}_bytes", f"predicted_{category}_bytes"]
     tasks: list[Team | Task] = []
     for label, layout in LAYOUTS.items():
-        task = run_of(scratch, label, NAME, *SIZES, *SETTINGS, "steps=3", *layout, keep=keep)
+        task = run_of(scratch, label, NAME, *SIZES, *SETTINGS, "steps=3", ONE_THREAD, *layout, keep=keep)
         tasks.append(ignore_other_programs(task))
     return tasks
 
@@ -247,7 +251,7 @@ PARTS = [
         rounds=7,
         check=check_losses,
         facts=(
-            "1 thread per process",
+            "1 thread per process unless the table states otherwise",
             "float32",
             f"width {WIDTH}, {LAYERS} blocks, {BATCH} samples of {CONTEXT} bytes",
         ),

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 
 from common.techniques.parallel_layout.attention_blocks import Attended, Block, attend_block, differentiate_block
+from common.techniques.parallel_layout.mesh_ranks import MeshRanks
 from common.techniques.parallel_layout.tensor_ranks import TOKEN_DIM, all_gather_tokens
 
 KEYS_VALUES_TAG = 1
@@ -40,37 +40,19 @@ def choose_block(index: int, source: int, tokens: int) -> Block:
     queries lie between the two chunks of a lower rank, and attend to its early chunk. The two chunks of a higher rank
     lie between the chunks of the queries, and only the late chunk of the queries attends to them.
     """
-    early = slice(0, tokens // 2)
-    late = slice(tokens // 2, tokens)
-    both = slice(0, tokens)
+    early_chunk = slice(0, tokens // 2)
+    late_chunk = slice(tokens // 2, tokens)
+    both_chunks = slice(0, tokens)
     if source == index:
-        return Block(both, both, is_causal=True)
+        return Block(queries=both_chunks, keys=both_chunks, is_causal=True)
     if source < index:
-        return Block(both, early, is_causal=False)
-    return Block(late, both, is_causal=False)
+        return Block(queries=both_chunks, keys=early_chunk, is_causal=False)
+    return Block(queries=late_chunk, keys=both_chunks, is_causal=False)
 
 
 @dataclass(frozen=True)
-class ContextRanks:
+class ContextRanks(MeshRanks):
     """The ranks that divide the tokens of the same samples, and the communication among them."""
-
-    mesh: DeviceMesh
-    """Mesh with the single dimension `context`."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Process group of the ranks."""
-        return self.mesh.get_group()
-
-    @property
-    def index(self) -> int:
-        """Index of this rank."""
-        return self.mesh.get_local_rank()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.mesh.size()
 
     def select_tokens(self, x: Tensor) -> Tensor:
         """Return this rank's tokens [N, T / ranks, ...] of all tokens [N, T, ...]."""

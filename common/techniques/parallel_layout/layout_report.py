@@ -132,7 +132,9 @@ class LayoutReport:
 
     def _list_categories(self) -> dict[str, int]:
         """Return the largest value of any rank by category."""
-        largest = {name: max(rank[name] for rank in self.memory) for name in self.memory[0]}
+        largest = {}
+        for name in self.memory[0]:
+            largest[name] = max(rank[name] for rank in self.memory)
         return largest | {"sent": max(self.sent_bytes)}
 
     def result(self) -> ReportData:

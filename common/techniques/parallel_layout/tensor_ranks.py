@@ -21,35 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
+
+from common.techniques.parallel_layout.mesh_ranks import MeshRanks
 
 TOKEN_DIM = 1
 """Dimension of the tokens in activations [N, T, width]."""
 
 
 @dataclass(frozen=True)
-class TensorRanks:
+class TensorRanks(MeshRanks):
     """The ranks that compute the same samples together, and the communication among them."""
 
-    mesh: DeviceMesh
-    """Mesh with the single dimension `tensor`."""
     is_sequence_parallel: bool
     """True if the ranks divide the tokens outside of the branches."""
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """Process group of the ranks."""
-        return self.mesh.get_group()
-
-    @property
-    def index(self) -> int:
-        """Index of this rank."""
-        return self.mesh.get_local_rank()
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.mesh.size()
 
     def start_branch(self, x: Tensor) -> Tensor:
         """Return all tokens [N, T, width], from this rank's tokens in sequence parallelism."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from common.checkpoint.state_dicts import gather_full_tensor
@@ -384,10 +385,14 @@ def count_copies(original: Any, gradients: Any) -> Tensor:
 
 
 def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
-    """Sum over the ranks of fsdp only, as torch's norm does if tensor shards are plain tensors under fully_shard."""
-    square = clip_by_local_norm(original, gradients).square()
-    torch.distributed.all_reduce(square, group=gradients[0].device_mesh.get_group("fsdp"))
-    return square.sqrt()
+    """Let torch compute the norm of plain tensor shards under fully_shard. torch knows the dimension fsdp only."""
+    shards = []
+    for gradient in gradients:
+        shard = tensor_layers.get_local_shard(gradient)
+        shards.append(DTensor.from_local(shard, gradient.device_mesh["fsdp"], [Shard(0)]))
+    norm: Any = nn.utils.get_total_norm(shards)
+    total: Tensor = norm.full_tensor()
+    return total
 
 
 CHANGES: dict[str, Sequence[Replacement]] = {

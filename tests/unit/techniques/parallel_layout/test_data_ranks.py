@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import cast
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from common.techniques.parallel_layout import data_ranks
+from common.techniques.parallel_layout.data_ranks import average_gradients
 
-
-class TwoRanks:
-    """A group of this rank and another one."""
-
-    def size(self) -> int:
-        return 2
+TIMEOUT = timedelta(seconds=60)
+GRADIENTS_BY_RANK = ({"used": [2.0, 4.0]}, {"used": [0.0, 0.0], "used_by_rank_1": [6.0, 8.0, 10.0]})
 
 
-def test_a_parameter_that_a_rank_has_not_used_has_a_gradient_of_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "unused": nn.Linear(3, 1, bias=False)})
-    model["unused_by_all"] = nn.Linear(1, 1, bias=False)
+def average_on_rank(store: dist.Store, rank: int) -> dict[str, list[float] | None]:
+    """Train on one of two ranks, and return the averaged gradients by the name of the layer."""
+    group = cast(dist.ProcessGroup, dist.ProcessGroupGloo(store, rank, 2, TIMEOUT))
+    model = nn.ModuleDict({"used": nn.Linear(2, 1, bias=False), "used_by_rank_1": nn.Linear(3, 1, bias=False)})
+    model["unused"] = nn.Linear(1, 1, bias=False)
     model["frozen"] = nn.Linear(4, 1, bias=False).requires_grad_(False)
-    model["used"](torch.tensor([2.0, 4.0])).backward()
-    gradients_of_other_rank = [0.0, 0.0, 6.0, 8.0, 10.0, 0.0]
-    flags_of_other_rank = [0.0, 1.0, 0.0]
-    other_rank = torch.tensor([*gradients_of_other_rank, *flags_of_other_rank])
+    for name, inputs in GRADIENTS_BY_RANK[rank].items():
+        model[name](torch.tensor(inputs)).backward()  # the gradient of the weight is the input
+    average_gradients(model, group)
+    gradients = {name.removesuffix(".weight"): parameter.grad for name, parameter in model.named_parameters()}
+    return {name: None if gradient is None else gradient.flatten().tolist() for name, gradient in gradients.items()}
 
-    def add_other_rank(flat: Tensor, group: Any) -> None:
-        assert flat.shape == other_rank.shape, "the message has the same size on all ranks"
-        flat += other_rank
 
-    monkeypatch.setattr(dist, "all_reduce", add_other_rank)
-    data_ranks.average_gradients(model, TwoRanks())  # type: ignore[arg-type]
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert gradients["frozen.weight"] is None
-    assert gradients["unused_by_all.weight"] is None, "weight decay would change the parameter"
-    assert gradients["used.weight"] is not None and gradients["used.weight"].tolist() == [[1.0, 2.0]]
-    assert gradients["unused.weight"] is not None and gradients["unused.weight"].tolist() == [[3.0, 4.0, 5.0]]
+def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        gradients_by_rank = list(pool.map(average_on_rank, (store, store), (0, 1)))
+    expected = {"used": [1.0, 2.0], "used_by_rank_1": [3.0, 4.0, 5.0], "unused": None, "frozen": None}
+    assert gradients_by_rank == [expected, expected]
