@@ -76,9 +76,12 @@ class StageMessages:
         self.receives: dict[Action, tuple[dist.Work, Tensor]] = {}
         self.within_rank: dict[Action, Tensor] = {}
 
-    def post_receives(self) -> None:
-        """Post all receives of a step from the network."""
-        self.receives = {action: (self.network.receive(action, buffer), buffer) for action, buffer in self.buffers}
+    def post_receives(self, count: int) -> None:
+        """Post all receives of a step with `count` microbatches from the network."""
+        self.receives = {}
+        for action, buffer in self.buffers:
+            if action.microbatch < count:
+                self.receives[action] = (self.network.receive(action, buffer), buffer)
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Send a tensor (activation or gradient of a microbatch) to the rank of the action that consumes the tensor."""
