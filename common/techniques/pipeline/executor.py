@@ -51,10 +51,13 @@ class ScheduleExecutor:
     number of samples in a microbatch, and `dtype` is the data type of activations between stages.
     """
 
+    layers: Sequence[Sequence[str]] = ()
+    """Names of the layers of each stage of the model, for reports."""
+
     def __init__(
         self,
         plan: Schedule,
-        stages: Mapping[int, nn.Module],
+        stages: Mapping[int, nn.Sequential],
         shapes: Sequence[torch.Size],
         world: World,
         *,
@@ -210,6 +213,7 @@ class ScheduleExecutor:
                 shape = self.shapes[stage - 1]
                 activation = torch.empty(count, *shape, dtype=self.dtype, device=self.world.device)
                 network.receive(consumer, activation).wait()
+            assert activation is not None
             activation = self.compute_stage(stage, activation)
             if stage < self.stage_count - 1 and stage + 1 not in self.local_stages:
                 network.send(consumer._replace(stage=stage + 1), activation)
