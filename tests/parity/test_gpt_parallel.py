@@ -24,6 +24,10 @@ from tests.harness.parity.reference import list_differences
 BASE = "replicas=1"
 GROUPED = "key_value_heads=2,tied=false,activation=gelu"
 BUILTIN = "launch.backend=builtin"
+FOUR = "layers=4,accumulate=4"
+"""Four blocks for up to four stages. Of the six steps of an epoch, the last has one microbatch instead of four."""
+UNTIED = "tied=false"
+SHARED = (FOUR, UNTIED)
 CASES = {
     2: (
         "tensor=2",
@@ -86,7 +90,7 @@ FIXED_CASES = {
 
 def get_reference_case(case: str) -> str:
     """Return the case of one process that trains the same model."""
-    shared_settings = [settings for settings in (GROUPED, "batch=9", FEW) if settings in case]
+    shared_settings = [settings for settings in (GROUPED, "batch=9", *SHARED, FEW) if settings in case]
     return ",".join([BASE, *shared_settings])
 
 

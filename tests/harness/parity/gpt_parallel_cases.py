@@ -198,9 +198,10 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
     first_step: dict[str, Any] = {"initial": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     for epoch in itertools.count():
         order = torch.from_numpy(loader.draw_sample_order(len(inputs), cfg.seed, epoch))
-        full_batches = len(order) // cfg.batch
-        for number in range(min(full_batches, cfg.steps - len(losses))):
-            positions = range(number * cfg.batch, (number + 1) * cfg.batch)
+        microbatch = cfg.batch // cfg.accumulate
+        used_samples = len(order) // microbatch * microbatch  # the last step of an epoch may have fewer microbatches
+        for start in range(0, used_samples, cfg.batch)[: cfg.steps - len(losses)]:
+            positions = range(start, min(start + cfg.batch, used_samples))
             for layer in list_dropout_layers([model]):
                 layer.set_positions(epoch, [positions])
             samples = order[positions.start : positions.stop]
