@@ -47,7 +47,7 @@ class HeldTensor:
     """A tensor that autograd holds from the forward pass until the backward pass has used it."""
 
     def __init__(self, tensor: Tensor, in_flight: InFlightTensors) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()  # an output of a node would otherwise keep its own node alive
         self.in_flight = in_flight
         self.address, self.size = find_address(tensor)
         self.is_counted = self.address not in list_parameter_addresses(in_flight.model)

@@ -5,6 +5,7 @@ The executor, the schedules and the messages are those of `common.techniques.pip
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import pairwise
@@ -41,7 +42,7 @@ class StageExecutor(pipeline.ScheduleExecutor):
         super().__init__(*arguments, **options)
         self.autocast = autocast
         self.reshard = reshard
-        self.backwards: dict[int, int] = {}
+        self.backwards: Counter[int] = Counter()
         """Number of backwards of each sharded stage in the current step."""
 
     def compute_stage(self, stage: int, x: Tensor) -> Tensor:
@@ -54,8 +55,10 @@ class StageExecutor(pipeline.ScheduleExecutor):
         module: Any = self.local_stages[stage]
         if not hasattr(module, "set_requires_gradient_sync"):  # added by fully_shard
             return
-        self.backwards[stage] = self.backwards.get(stage, 0) % self.count + 1
+        self.backwards[stage] += 1
         is_last = self.backwards[stage] == self.count
+        if is_last:
+            del self.backwards[stage]
         module.set_requires_gradient_sync(is_last)
         module.set_reshard_after_backward(is_last or self.reshard)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from common.techniques.parallel_layout.layout_formulas import (
     Shape,
     predict_activation_bytes,
     predict_layer_messages,
+    predict_loss_values,
     predict_peak_parameter_bytes,
     predict_state_bytes,
 )
@@ -51,17 +53,21 @@ def predict_bytes(
 def predict_peak_activation_bytes(shape: Shape, layout: Layout, stages: RankStages) -> int:
     """Return the bytes that autograd saves for all microbatches in flight, when they need most memory.
 
-    A microbatch is in flight in a stage from its forward to the end of its backward: B, or W if it is split.
+    A microbatch is in flight in a stage from its forward to the end of its backward. If a backward is split, I frees
+    what the loss has saved, and W frees the rest.
     """
-    sizes = {stage: predict_activation_bytes(shape, layout, layers) for stage, layers in stages.layers.items()}
-    in_flight = 0
+    loss_bytes = round(shape.count_tokens(layout) * predict_loss_values(shape, layout) * shape.element_bytes)
+    in_flight: Counter[tuple[int, int]] = Counter()  # bytes by stage and microbatch
     peak = 0
-    for action in stages.actions:
-        if action.kind == "F":
-            in_flight += sizes[action.stage]
-            peak = max(peak, in_flight)
-        elif action.kind != "I":
-            in_flight -= sizes[action.stage]
+    for kind, stage, microbatch in stages.actions:
+        layers = stages.layers[stage]
+        if kind == "F":
+            in_flight[stage, microbatch] = predict_activation_bytes(shape, layout, layers)
+            peak = max(peak, in_flight.total())
+        elif kind == "I":
+            in_flight[stage, microbatch] -= loss_bytes if layers.has_head else 0
+        else:
+            del in_flight[stage, microbatch]
     return peak
 
 
