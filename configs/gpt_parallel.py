@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.dataparallel import RanksPerNode
-from configs.fields import at_least, between, flat
+from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
 from configs.networks import choose_hidden_width, network_field
+from configs.pipeline import SPLIT_SCHEDULES, MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
 
 BYTE_VOCABULARY = 256
@@ -64,7 +65,7 @@ class LayoutSettings(RanksPerNode):
 
     processes_per_node: int = at_least(0, 0)
     """Number of ranks per host. With replicas=0, 0 uses the number in the cluster profile, or the number that torchrun
-    or srun started. Otherwise, `replicas`, `fsdp`, `context` and `tensor` determine the number of ranks."""
+    or srun started. Otherwise, `replicas`, `stages`, `fsdp`, `context` and `tensor` determine the number of ranks."""
     tensor: int = between(1, 64, 1)
     """Number of ranks among which each matrix is divided (tensor parallelism, arXiv 1909.08053)."""
     sequence: bool = False
@@ -79,7 +80,21 @@ class LayoutSettings(RanksPerNode):
     divide the tokens also divide the parameters."""
     reshard: bool = True
     """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
-    backward pass. false keeps them, which needs more memory and less communication."""
+    backward pass. false keeps them, which needs more memory and less communication: with stages, until the last
+    backward pass of a step."""
+    stages: int = between(1, 64, 1)
+    """Number of stages among which the blocks are divided, balanced by their computation (pipeline parallelism, arXiv
+    1811.06965). The stages process different microbatches at the same time: `accumulate` is the number of
+    microbatches."""
+    stages_per_process: int = between(1, 64, 1)
+    """Number of stages per rank. Stage s is placed on rank s modulo the number of ranks of a pipeline. zbv and
+    dualpipev need two stages per rank: of p ranks, rank r holds the stages r and 2p - 1 - r."""
+    schedule: str = custom_code(
+        "1f1b", "schedule", "common.techniques.pipeline.custom_schedules:check_schedule_of_config"
+    )
+    """Pipeline schedule: naive, gpipe (arXiv 1811.06965), 1f1b (2006.09503), interleaved_1f1b (2104.04473), zero_bubble
+    (ZB-H1, 2401.10241), zbv (2401.10241), dualpipev (2412.19437), or a custom schedule as FILE.py:function. The last
+    three built-in schedules cannot be combined with fsdp. The setting has no effect with stages=1."""
     replicas: int = between(0, 64, 0)
     """Number of copies of the model, each of which processes a different shard of the batch. With fsdp, this is hybrid
     sharding. 0 uses as many replicas as the ranks allow. If nothing sets the number of ranks, one host has two replicas
@@ -92,7 +107,7 @@ class LayoutSettings(RanksPerNode):
     @property
     def ranks_per_replica(self) -> int:
         """Number of ranks that process the samples of a replica."""
-        return self.fsdp * self.context * self.tensor
+        return self.stages // self.stages_per_process * self.fsdp * self.context * self.tensor
 
     def count_ranks(self, nodes: int) -> int:
         if self.processes_per_node:
@@ -108,6 +123,9 @@ class LayoutSettings(RanksPerNode):
 
         Raises ValueError if the ranks cannot be divided into complete replicas.
         """
+        if self.stages % self.stages_per_process:
+            problem = f"stages={self.stages} is not divisible by stages_per_process={self.stages_per_process}"
+            raise ValueError(f"{problem}; valid values of stages_per_process are {list_divisors(self.stages)}")
         ranks = self.count_ranks(nodes)
         replicas = self.replicas or ranks // self.ranks_per_replica
         if replicas * self.ranks_per_replica == ranks:
@@ -118,10 +136,16 @@ class LayoutSettings(RanksPerNode):
                 fsdp=self.fsdp,
                 reshard=self.reshard,
                 replicas=replicas,
+                stages=self.stages,
+                stages_per_process=self.stages_per_process,
+                schedule=self.schedule,
             )
 
         count = f"launch.nodes={nodes} x processes_per_node={self.processes_per_node} = {ranks}"
         degrees = f"fsdp={self.fsdp} x context={self.context} x tensor={self.tensor}"
+        if self.stages > 1:
+            per_process = f" / stages_per_process={self.stages_per_process}" if self.stages_per_process > 1 else ""
+            degrees = f"stages={self.stages}{per_process} x {degrees}"
         if self.replicas:
             problem = f"the number of ranks, {count}, differs from replicas={self.replicas} x {degrees}"
             raise ValueError(f"{problem}; set replicas=0 or processes_per_node=0")
@@ -134,7 +158,7 @@ class LayoutSettings(RanksPerNode):
 class Config(TrainingExperiment):
     """Settings for training a GPT."""
 
-    rank_settings: ClassVar[str] = "replicas, fsdp, context or tensor, whose product is the number of ranks"
+    rank_settings: ClassVar[str] = "replicas, stages, fsdp, context or tensor, whose product is the number of ranks"
     smallest_settings: ClassVar[tuple[str, ...]] = (
         *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "batch=16", "optim.warmup=0"),
     )
@@ -151,7 +175,8 @@ class Config(TrainingExperiment):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Numeric precision of matrix products. bf16 uses autocast with parameters in float32."""
     accumulate: int = at_least(1, 1)
-    """Number of microbatches per optimizer step. `batch` is the number of samples of a step over all ranks."""
+    """Number of microbatches per optimizer step, which overlap if there are stages. `batch` is the number of samples of
+    a step over all ranks."""
     masked: float = between(0, 0.95, 0)
     """Fraction of the target tokens that are drawn at random and do not count in the loss, as in a training on answers
     only. Samples, ranks and microbatches then have different numbers of valid tokens. An evaluation counts all
@@ -177,13 +202,17 @@ class Config(TrainingExperiment):
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.layout.data_shards, self.accumulate)
 
+    def make_pipeline_config(self) -> PipelineConfig:
+        """Return the settings of the pipeline."""
+        return self.layout.make_pipeline_config(self.accumulate)
+
     def check(self) -> None:
         super().check()
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
-        is_divided = self.layout.tensor > 1 or self.layout.context > 1 or self.layout.fsdp > 1
+        is_divided = self.layout.ranks > self.layout.replicas
         if is_divided and self.model != "gpt":
-            degrees = "tensor, context and fsdp"
+            degrees = "tensor, context, fsdp and stages"
             raise ValueError(f"{degrees} divide model=gpt only; with model={self.model}, use replicas instead")
         if self.layout.context > 1 and self.launch.device == "cuda":
             raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
@@ -204,6 +233,29 @@ class Config(TrainingExperiment):
             problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
             shards = f" of fsdp x replicas = {self.layout.data_shards} shards"
             raise ValueError(f"{problem}{shards}; use batch={format_nearest_multiples(self.batch, divisor)}")
+
+        self.check_stages()
+
+    def check_stages(self) -> None:
+        """Raise ValueError if the blocks cannot be divided into stages, or if the schedule does not allow it."""
+        layout = self.layout
+        if layout.stages == 1:
+            return
+        if layout.stages > self.size.layers:
+            problem = f"stages={layout.stages} exceeds layers={self.size.layers}, and each stage needs a block"
+            raise ValueError(f"{problem}; use stages={self.size.layers}, or more layers")
+        if layout.stage_ranks == 1:
+            raise ValueError(
+                f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1, or more "
+                "stages than stages_per_process"
+            )
+        if layout.fsdp > 1 and layout.schedule in SPLIT_SCHEDULES:
+            problem = f"schedule={layout.schedule} cannot be combined with fsdp, because it splits backward passes"
+            raise ValueError(f"{problem}; use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp")
+        try:
+            self.make_pipeline_config().check_schedule()
+        except MicrobatchError as error:
+            raise ValueError(f"{error}; the number of microbatches is accumulate") from None
 
     def check_vocabulary(self, size: int) -> None:
         degree = self.layout.tensor

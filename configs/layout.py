@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from configs.batch_plan import format_nearest_multiples
+from configs.pipeline import PipelineConfig
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Division of the parameters, the tokens and the samples of a batch among a known number of ranks.
+    """Division of the layers, the parameters, the tokens and the samples of a batch among a known number of ranks.
 
-    The number of ranks is the product of `replicas`, `fsdp`, `context` and `tensor`. Consecutive ranks differ in the
-    position in the tensor dimension first, because tensor parallelism communicates most.
+    The number of ranks is the product of `replicas`, `stage_ranks`, `fsdp`, `context` and `tensor`. Consecutive ranks
+    differ in the position in the tensor dimension first, because tensor parallelism communicates most. Replicas
+    communicate least: they exchange gradients once per step.
     """
 
     tensor: int = 1
@@ -29,15 +31,26 @@ class Layout:
     """Whether the gathered parameters of a block are freed after its forward pass."""
     replicas: int = 1
     """Number of copies of the model."""
+    stages: int = 1
+    """Number of stages among which the layers are divided (pipeline parallelism)."""
+    stages_per_process: int = 1
+    """Number of stages per rank."""
+    schedule: str = "1f1b"
+    """Pipeline schedule, which has no effect with a single stage."""
+
+    @property
+    def stage_ranks(self) -> int:
+        """Number of ranks among which the stages are divided."""
+        return self.stages // self.stages_per_process
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return self.replicas * self.fsdp * self.context * self.tensor
+        return self.replicas * self.stage_ranks * self.fsdp * self.context * self.tensor
 
     @property
     def data_shards(self) -> int:
-        """Number of shards of a batch. The ranks of context and tensor parallelism process the same shard."""
+        """Number of shards of a batch. Ranks of stages, context and tensor parallelism process the same shard."""
         return self.replicas * self.fsdp
 
     @property
@@ -48,7 +61,16 @@ class Layout:
     @property
     def waits_in_forward(self) -> bool:
         """Whether ranks exchange activations in the forward pass."""
-        return self.tensor > 1 or self.context > 1
+        return self.tensor > 1 or self.context > 1 or self.stages > 1
+
+    def make_pipeline_config(self, microbatches: int) -> PipelineConfig:
+        """Return the settings of the pipeline for a number of microbatches per step."""
+        return PipelineConfig(
+            schedule=self.schedule,
+            stages=self.stages,
+            stages_per_process=self.stages_per_process,
+            microbatches=microbatches,
+        )
 
     def check(self, sizes: Mapping[str, int], batch: int, tokens: int) -> None:
         """Raise ValueError if the model or a batch cannot be divided among the ranks.

@@ -12,6 +12,8 @@ from configs.shared import TrainingExperiment
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules in which rank r of p ranks holds the stages r and 2p - 1 - r."""
+SPLIT_SCHEDULES = ("zero_bubble", *V_SCHEDULES)
+"""Schedules that compute the gradients of weights apart from those of the inputs of a stage."""
 
 
 class MicrobatchError(ValueError):

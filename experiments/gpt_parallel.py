@@ -1,10 +1,11 @@
-"""A GPT under tensor, sequence, context, sharded and replicated parallelism, each equal to a single process.
+"""A GPT under pipeline, tensor, sequence, context, sharded and replicated parallelism, each equal to a single process.
 
     python experiments/gpt_parallel.py                               two replicas on this machine
     python experiments/gpt_parallel.py replicas=1                    a single process
     python experiments/gpt_parallel.py tensor=2 sequence=true        divided matrices and tokens
     python experiments/gpt_parallel.py context=2                     divided tokens, also in attention
     python experiments/gpt_parallel.py fsdp=2                        sharded parameters
+    python experiments/gpt_parallel.py stages=2 accumulate=4         layers divided into pipeline stages
     make exp NAME=gpt_parallel NODES=2                               on a cluster
 
 A run takes less than a minute on 2 CPU cores. It trains on the source text of Python's standard library and ends with a
@@ -22,15 +23,18 @@ from common.api import Run, build_network, build_optimizer, start
 from common.models.gpt import GPT
 from common.models.model_file import load_initial_weights
 from common.techniques.language_model.report import TextReport, add_bits_per_byte
-from common.techniques.language_model.targets import count_valid_tokens, mask_targets
+from common.techniques.language_model.targets import TokenCount, count_valid_tokens, mask_targets
 from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.layout_report import LayoutReport
 from common.techniques.parallel_layout.step_meter import StepMeter
+from common.training.loop import Step
 from configs.gpt_parallel import Config
 
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def build_model(cfg: Config, run: Run) -> Any:
@@ -59,39 +63,35 @@ def build_model(cfg: Config, run: Run) -> Any:
 
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
-    parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
+    autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
+    parallel = parallelize(network, cfg.layout, run, autocast)  # divides layers and parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
-    run.register(network, optimizer, batches, replicated=True)
-    meter = StepMeter(network, optimizer)  # measures memory and messages of the first step
+    run.register(network, optimizer, batches, replicated=parallel.peers is None, peers=parallel.peers)
+    meter = StepMeter(parallel, optimizer)  # measures memory and messages of the first step
     run.add_hook(meter)
 
-    autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
-
     def evaluate() -> dict[str, float]:
-        with autocast:
-            return add_bits_per_byte(parallel.score(run), run)
+        return add_bits_per_byte(parallel.score(run), run)
+
+    def compute_loss(step: Step, valid_tokens: TokenCount, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of a microbatch. The mean over all ranks is its part of the loss of the batch."""
+        losses = parallel.sum_loss(logits, targets)
+        if not cfg.layout.waits_in_forward:  # otherwise, the time would contain waiting for other ranks
+            step.mark_backward()
+        return losses * run.world.size / valid_tokens.wait()
 
     for step in run.steps(evaluate):
         optimizer.zero_grad()
         microbatches = parallel.select_tokens(mask_targets(step, batches, cfg.masked, cfg.seed))  # of this rank
-        valid_tokens = None
-        step_loss = torch.zeros((), dtype=run.dtype, device=run.device)
-        for x, y in microbatches:
-            with autocast:
-                losses = parallel.sum_loss(network(x), y)
-            if valid_tokens is None:
-                if not cfg.layout.waits_in_forward:  # otherwise, the time would contain waiting for other ranks
-                    step.mark_backward()
-                valid_tokens = count_valid_tokens(microbatches)  # of all ranks
-            loss = losses * run.world.size / valid_tokens  # the mean over all ranks is the loss of the batch
-            step_loss += loss.detach()
-            loss.backward()  # also averages the gradients over the ranks of fsdp
+        valid_tokens = count_valid_tokens(microbatches)  # of all ranks, while the first forward pass is computed
+        loss = parallel.forward_backward(microbatches, partial(compute_loss, step, valid_tokens))
         parallel.average_gradients()  # over the replicas and the ranks of context
-        step.log(loss=step_loss)
+        step.log(loss=loss)
         step.clip_gradients(network.parameters(), cfg.clip)
         optimizer.step()
-    run.report(TextReport(run, cfg.prompt), LayoutReport.gather(cfg, run, network, meter))
+    layout_report = LayoutReport.gather(cfg, run, parallel, meter)
+    run.report(TextReport(run, cfg.prompt), layout_report, *parallel.gather_reports(run))
 
 
 if __name__ == "__main__":

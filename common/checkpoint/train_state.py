@@ -45,6 +45,7 @@ class TrainState:
         pipeline stage; None if no other rank holds these parts. The first peer saves the parts. The BatchNorm
         statistics of peers differ, so each peer also saves its own statistics.
     `scaler`: gradient scaler, whose state must be the same on all ranks.
+    `has_stages`: True if other ranks hold other stages of the model.
     `tensors`: named tensors that the run updates in place, such as measurements. Rank 0's tensors are saved.
     `local`: further state by name, such as the errors of a gradient compression. Each rank saves its own.
     """
@@ -57,6 +58,7 @@ class TrainState:
         *,
         peers: Ranks | None = None,
         scaler: GradScaler | None = None,
+        has_stages: bool = False,
         tensors: Mapping[str, Tensor] | None = None,
         local: Mapping[str, LocalPart] | None = None,
     ) -> None:
@@ -65,6 +67,7 @@ class TrainState:
         self.loader = loader
         self.peers = peers
         self.scaler = scaler
+        self.has_stages = has_stages
         self.tensors = dict(tensors or {})
         self.local_parts = dict(local or {})
         self.parameters: list[tuple[str, Tensor]] = []

@@ -55,12 +55,15 @@ class SampleDropout(nn.Module):
     def select_share(self, share: int, shares: int) -> None:
         """Let the next call process one of several equal shares of the step's batch, in any order of the shares.
 
-        The loader must yield the batch as one microbatch. Without positions, this method has no effect.
+        The loader must yield the batch as one microbatch, or each share as a microbatch. Without positions, this method
+        has no effect.
         """
-        if self.step_microbatches:
+        if len(self.step_microbatches) == 1:
             (positions,) = self.step_microbatches
             size = len(positions) // shares
             self.microbatches = deque([positions[share * size : (share + 1) * size]])
+        elif self.step_microbatches:
+            self.microbatches = deque([self.step_microbatches[share]])
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to the inputs [n, ...] of the next microbatch.

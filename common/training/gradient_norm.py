@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from common.checkpoint.train_state import TrainState
 from common.measure.metrics_log import Values
-from common.ranks.rendezvous import World
 from common.training.hooks import StepHook
 
 
@@ -58,10 +57,26 @@ def compute_sharded_norm(gradients: Sequence[Any]) -> Tensor:
     return total.sqrt().to(gradients[0].dtype)
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients so that their norm is at most `max_norm`, and return the norm before the scaling."""
+def add_other_stages(norm: Tensor, state: TrainState) -> Tensor:
+    """Return the norm over the gradients of all stages, in float64, from the norm over this rank's stages.
+
+    All ranks must call this function.
+    """
+    peers = state.peers.current.size if state.peers else 1  # ranks that hold the same stages as this rank
+    squares = norm.double().square() / peers
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, state: TrainState) -> Tensor:
+    """Scale the gradients so that their norm is at most `max_norm`, and return the norm before the scaling.
+
+    `state` states whether other ranks hold other stages of the model, whose gradients belong to the norm.
+    """
     parameters = list(parameters)
     norm = compute_gradient_norm(parameters)
+    if state.has_stages:
+        norm = add_other_stages(norm, state).to(norm.dtype)
     clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
@@ -69,16 +84,11 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 class GradientNorm(StepHook):
     """Hook that computes the norm of the gradients immediately before the optimizer uses them."""
 
-    def __init__(self, state: TrainState, stage_ranks: World | None) -> None:
-        """Install the hook in the optimizer.
-
-        `stage_ranks` are the ranks that hold the stages of the model, or None if every rank holds the whole model.
-        """
+    def __init__(self, state: TrainState) -> None:
+        """Install the hook in the optimizer."""
         assert state.optimizer is not None
+        self.state = state
         self.optimizer = state.optimizer
-        self.has_stages = stage_ranks is not None and stage_ranks.size > 1
-        self.replicas = state.peers.current.size if state.peers else 1
-        """Number of ranks that hold the same stages as this rank."""
         self.norm: Tensor | None = None
         """Norm of the newest step, or None if this rank had no gradients in this step."""
         self.optimizer.register_step_pre_hook(lambda *_: self.measure_norm())
@@ -89,10 +99,8 @@ class GradientNorm(StepHook):
         for group in self.optimizer.param_groups:
             parameters += group["params"]
         self.norm = compute_gradient_norm(parameters)
-        if self.has_stages:
-            squares = self.norm.double().square() / self.replicas
-            dist.all_reduce(squares)
-            self.norm = squares.sqrt()
+        if self.state.has_stages:
+            self.norm = add_other_stages(self.norm, self.state)
 
     def collect_values(self) -> Values:
         norm = self.norm

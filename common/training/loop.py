@@ -75,11 +75,11 @@ class Step:
         return self.run.state.loader.mean_shard
 
     def mark_backward(self) -> None:
-        """Record the current time as the start of backward.
+        """Record the current time as the start of backward. Only the first call in a step counts.
 
         Call this method only if the loss is not passed to `log` before backward.
         """
-        if self.run.times is not None:
+        if self.run.times is not None and "backward" not in self.run.times.marks:
             self.run.times.record_mark("backward")
 
     def log(self, **values: Tensor | float | None) -> None:
@@ -101,12 +101,14 @@ class Step:
     def clip_gradients(self, parameters: Iterable[Tensor], max_norm: float) -> None:
         """Scale the gradients so that their norm is at most `max_norm`, and log the norm before the scaling.
 
-        If `max_norm` is 0, the gradients are not clipped. If they are sharded (FSDP2), all ranks must call this method.
+        If `max_norm` is 0, the gradients are not clipped. If they are sharded (FSDP2), or if ranks hold other stages of
+        the model, all ranks must call this method.
         """
         if max_norm:
             from common.training.gradient_norm import clip_gradients  # imported here because most runs do not clip
 
-            self.log_gradient_norm(clip_gradients(parameters, max_norm))
+            assert self.run.state is not None
+            self.log_gradient_norm(clip_gradients(parameters, max_norm, self.run.state))
 
     def log_gradient_norm(self, norm: Tensor) -> None:
         """Log a norm that a technique has computed to clip the gradients, unless log.gradient_norm=false.

@@ -45,7 +45,8 @@ class Run(RunContext):
         """Register what is trained, saved in checkpoints, and evaluated.
 
         `model`: the model of this rank, not wrapped, so that its parameters have the names of the full model. A model
-            that is split into stages provides the interface of `StagedModel`.
+            that is split into stages provides the interface of `StagedModel`, or contains the layers of this rank only
+            and is evaluated by the argument of `steps`.
         `replicated`: True if every rank holds the full model, as in data parallelism.
         `peers`: the ranks that hold the same stages as this rank. Pass `peers` only if other ranks hold other stages.
         `scaler`: gradient scaler, whose state must be the same on all ranks.
@@ -54,6 +55,7 @@ class Run(RunContext):
         """
         evaluate: Evaluate = dict
         loss_rank = MEAN
+        has_stages = peers is not None
         if isinstance(model, nn.Module):
             parts = [model]
             if replicated or self.world.size == 1:
@@ -62,10 +64,13 @@ class Run(RunContext):
             parts = list(model.local_stages.values())
             evaluate = partial(score_stages, model, self, peers)
             loss_rank = model.last_rank
+            has_stages = self.world.size > 1
         holders = self.ranks if replicated else None  # the ranks that hold the same parts as this rank
         if peers is not None:
             holders = Ranks(peers)
-        state = TrainState(parts, optimizer, batches, peers=holders, scaler=scaler, local=self.local_parts)
+        state = TrainState(
+            parts, optimizer, batches, peers=holders, scaler=scaler, has_stages=has_stages, local=self.local_parts
+        )
         self._add_dropout_hook(parts)
         self.set_up_training(state, evaluate, loss_rank)
 

@@ -140,7 +140,7 @@ class RunContext(RunData):
         if self.cfg.log.gradient_norm == "true":
             from common.training.gradient_norm import GradientNorm  # imported here because other runs do not need it
 
-            self.gradient_norm = GradientNorm(state, self.world if loss_rank != MEAN else None)
+            self.gradient_norm = GradientNorm(state)
             self.add_hook(self.gradient_norm)
 
     def start_loop(self) -> None:

@@ -24,6 +24,11 @@ from tests.harness.parity.reference import list_differences
 BASE = "replicas=1"
 GROUPED = "key_value_heads=2,tied=false,activation=gelu"
 BUILTIN = "launch.backend=builtin"
+FOUR = "layers=4,accumulate=4"
+"""Four blocks for up to four stages. Of the six steps of an epoch, the last has one microbatch instead of four."""
+UNTIED = "tied=false"
+SHARED = (FOUR, UNTIED)
+V_STAGES = "stages=4,stages_per_process=2"
 CASES = {
     2: (
         "tensor=2",
@@ -34,11 +39,21 @@ CASES = {
         f"replicas=2,accumulate=2,{BUILTIN}",
         "context=2,accumulate=2",
         f"context=2,{BUILTIN}",
+        f"stages=2,{FOUR}",
+        f"stages=2,schedule=gpipe,{FOUR},{BUILTIN}",
+        f"stages=2,schedule=naive,{GROUPED}",
+        f"stages=2,schedule=zero_bubble,{FOUR},{BUILTIN}",
+        f"schedule=interleaved_1f1b,{V_STAGES},{FOUR},{UNTIED}",
+        f"schedule=zbv,{V_STAGES},{FOUR}",
+        f"schedule=zbv,{V_STAGES},{FOUR},{UNTIED},{BUILTIN}",
+        f"over_network,schedule=dualpipev,{V_STAGES},{FOUR}",
     ),
     3: (
         "fsdp=3,batch=9",
         f"fsdp=3,batch=9,reshard=false,{BUILTIN}",
         f"fsdp=3,batch=9,{GROUPED}",
+        f"stages=3,{FOUR}",
+        f"over_network,stages=3,schedule=zero_bubble,{FOUR}",
     ),
     4: (
         "tensor=4,sequence=true",
@@ -58,14 +73,32 @@ CASES = {
         "context=2,fsdp=2,reshard=false",
         f"context=2,fsdp=2,{BUILTIN}",
         f"context=2,replicas=2,{BUILTIN}",
+        f"stages=4,{FOUR},{BUILTIN}",
+        f"stages=4,schedule=zero_bubble,{FOUR}",
+        f"stages=2,tensor=2,{FOUR},{BUILTIN}",
+        f"stages=2,tensor=2,sequence=true,schedule=zero_bubble,{FOUR}",
+        f"schedule=zbv,{V_STAGES},tensor=2,sequence=true,{FOUR},{BUILTIN}",
+        f"stages=2,context=2,schedule=gpipe,{FOUR}",
+        f"schedule=dualpipev,{V_STAGES},context=2,{FOUR},{UNTIED},{BUILTIN}",
+        f"stages=2,replicas=2,{FOUR},{BUILTIN}",
+        "stages=2,replicas=2,schedule=naive,accumulate=2",
+        f"schedule=zbv,{V_STAGES},replicas=2,{FOUR}",
+        f"stages=2,fsdp=2,{FOUR},{BUILTIN}",
+        f"over_network,stages=2,fsdp=2,reshard=false,{FOUR}",
+        f"schedule=interleaved_1f1b,{V_STAGES},fsdp=2,{FOUR}",
+        f"stages=2,fsdp=2,schedule=gpipe,{FOUR},{UNTIED}",
     ),
     8: (
         "tensor=2,fsdp=2,replicas=2,sequence=true",
         "context=2,tensor=2,fsdp=2,sequence=true",
         "context=2,fsdp=2,replicas=2",
+        f"stages=2,tensor=2,fsdp=2,sequence=true,{FOUR}",
+        f"stages=2,context=2,replicas=2,{FOUR},{BUILTIN}",
+        f"stages=2,replicas=2,fsdp=2,{FOUR}",
+        f"schedule=zbv,{V_STAGES},context=2,tensor=2,sequence=true,{FOUR}",
     ),
 }
-DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
+DRAWN_CASES = {2: 4, 3: 1, 4: 4, 8: 1}
 """Number of cases that a test run draws for each number of ranks. 3 ranks divide no dimension but `hidden` evenly."""
 FEW = "steps=8"
 SAVED = f"checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
@@ -73,12 +106,18 @@ UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
 UNINTERRUPTED_CONTEXT = f"context=2,{SAVED}"
 RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
-RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT)}
+UNINTERRUPTED_STAGES = f"stages=2,{SAVED}"
+RESUMED_FROM_STAGES = f"resumed_from_stages,tensor=2,{SAVED}"
+STAGES_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED_STAGES}"
+RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT, UNINTERRUPTED_STAGES)}
 """Cases that must equal another case to the bit."""
 OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
 SLOW_RANK = "slow_rank,replicas=2"
 FIXED_CASES = {
-    2: (SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
+    2: (
+        *(SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
+        *(UNINTERRUPTED_STAGES, f"resumed,{UNINTERRUPTED_STAGES}", RESUMED_FROM_STAGES, STAGES_FROM_FSDP),
+    ),
     4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS),
 }
 """Cases of each test run, in addition to the drawn ones."""
@@ -86,7 +125,7 @@ FIXED_CASES = {
 
 def get_reference_case(case: str) -> str:
     """Return the case of one process that trains the same model."""
-    shared_settings = [settings for settings in (GROUPED, "batch=9", FEW) if settings in case]
+    shared_settings = [settings for settings in (GROUPED, "batch=9", *SHARED, FEW) if settings in case]
     return ",".join([BASE, *shared_settings])
 
 
@@ -109,7 +148,7 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
 
         times = [first_step["before_backward"] for first_step in outcome["first_steps"]]
-        waits_in_forward = "tensor=" in case or "context=" in case
+        waits_in_forward = any(name in case for name in ("tensor=", "context=", "stages="))
         assert [time is None for time in times] == [waits_in_forward] * ranks, case
         if case == SLOW_RANK:
             assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
@@ -128,7 +167,7 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
 
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
-    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2"]
+    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2", "stages=2,accumulate=2"]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
     single_case = f"{BASE},{bf16}"
     outcome_of_one = train_cases(GPT_PARALLEL, tmp_path, cache, 1, [single_case])[single_case]

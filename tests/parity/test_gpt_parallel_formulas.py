@@ -31,6 +31,8 @@ CASES = {
         "replicas=2,accumulate=3",
         "context=2,key_value_heads=2,dropout=0.2",
         "context=2,accumulate=2",
+        "stages=2,accumulate=3,layers=3,tied=false,dropout=0.2",
+        "stages=4,stages_per_process=2,schedule=zbv,accumulate=4,layers=4,key_value_heads=2",
     ],
     3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32"],
 }

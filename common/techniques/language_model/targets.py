@@ -42,13 +42,29 @@ def draw_ignored(samples: range, tokens: int, share: float, key: int) -> Tensor:
     return hash_numbers(numbers, key) < limit
 
 
-def count_valid_tokens(microbatches: Sequence[Microbatch]) -> Tensor:
-    """Return the number of scored targets in a step, over all microbatches and all ranks, at least 1.
+class TokenCount:
+    """Number of scored targets in a step over all ranks, which are added up while the ranks compute a forward pass."""
+
+    def __init__(self, total: Tensor, adding: dist.Work) -> None:
+        self.total = total
+        self.adding: dist.Work | None = adding
+
+    def wait(self) -> Tensor:
+        """Wait for the number, and return it; at least 1."""
+        if self.adding is not None:
+            self.adding.wait()
+            self.adding = None
+        return self.total.clamp(min=1)
+
+
+def count_valid_tokens(microbatches: Sequence[Microbatch]) -> TokenCount:
+    """Start to count the scored targets in a step, over all microbatches and all ranks.
 
     All ranks must call this function. Ranks that process the same samples each count them, so the number is a multiple
     of the number of tokens: divide the sum of all ranks' losses by it.
     """
     counts = [(targets != NOT_SCORED).sum() for _, targets in microbatches]
     total = torch.stack(counts).sum()
-    dist.all_reduce(total)
-    return total.clamp(min=1)
+    adding = dist.all_reduce(total, async_op=True)
+    assert adding is not None
+    return TokenCount(total, adding)

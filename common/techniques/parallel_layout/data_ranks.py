@@ -6,6 +6,7 @@ gradients are added in the same messages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from common.models.gpt import GPT
+from common.models.gpt import GPT, Block
 from configs.layout import Layout
 
 
-def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
-    """Divide all parameters among the ranks of the dimension `fsdp` (FSDP2; Zhao et al. 2023, arXiv 2304.11277).
+def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout, roots: Sequence[nn.Module]) -> None:
+    """Divide parameters among the ranks of the dimension `fsdp` (FSDP2; Zhao et al. 2023, arXiv 2304.11277).
 
     Ranks of `context` would hold the same shards. The parameters are divided among them too, which needs no further
     message: the gradients must be summed over these ranks anyway. With several replicas (hybrid sharding), the
@@ -26,7 +27,7 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
 
     The parameters of a block are gathered just before they are needed. The embedding, the last norm and the head form
     one unit, because the embedding and the head may share their table. This unit is gathered until the backward pass
-    ends.
+    ends. `roots` contains the model or, on a rank of a pipeline, its stages: the modules whose forward is called.
     """
     from torch.distributed.fsdp import fully_shard  # imported here because the imports take two seconds
     from torch.distributed.tensor import Shard
@@ -38,11 +39,16 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout) -> None:
     data_mesh = mesh["replicas", dim] if layout.replicas > 1 else mesh[dim]
     dims = model.list_shard_dims()
     placements = {parameter: Shard(dims[name].fsdp) for name, parameter in model.named_parameters()}
-    for block in model.blocks:
-        fully_shard(
-            block, mesh=data_mesh, reshard_after_forward=layout.reshard, shard_placement_fn=placements.__getitem__
-        )
-    fully_shard(model, mesh=data_mesh, shard_placement_fn=placements.__getitem__)
+    for root in roots:
+        for layer in root.children():
+            if isinstance(layer, Block):
+                fully_shard(
+                    layer,
+                    mesh=data_mesh,
+                    reshard_after_forward=layout.reshard,
+                    shard_placement_fn=placements.__getitem__,
+                )
+        fully_shard(root, mesh=data_mesh, shard_placement_fn=placements.__getitem__)
 
 
 def find_gradient_group(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup | None:

@@ -18,6 +18,8 @@ STEP_BYTES = 4
 """Size of the number of steps that Adam stores for each parameter."""
 INDEX_BYTES = 8
 """Size of a token."""
+TABLE = "embedding.weight"
+"""Name of the table of token vectors."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Shape:
 
     width: int
     layers: int
+    """Number of blocks."""
     heads: int
     key_value_heads: int
     hidden: int
@@ -51,6 +54,16 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Layers of a model, or of a stage of a model."""
+
+    blocks: int
+    has_embedding: bool = True
+    has_head: bool = True
+    """True if the last norm, the output layer and the loss belong to these layers."""
+
+
+@dataclass(frozen=True)
 class ParameterSize:
     """Shape of a parameter, and the dimensions in which it is divided among ranks."""
 
@@ -68,6 +81,15 @@ class ParameterSize:
     def count_gathered(self, layout: Layout) -> int:
         """Return the number of values after the shards of fsdp are gathered, which are padded to equal sizes."""
         return layout.parameter_shards * self.count_local(layout)
+
+
+def predict_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout) -> dict[str, int]:
+    """Return the bytes of a rank by category, and the bytes that it sends in a step, for a model without stages."""
+    predicted = predict_state_bytes(parameters, layout, shape.element_bytes)
+    predicted["peak_parameters"] = predict_peak_parameter_bytes(parameters, layout, shape.element_bytes)
+    predicted["activations"] = predict_activation_bytes(shape, layout)
+    predicted["sent"] = predict_sent_bytes(parameters, shape, layout)
+    return predicted
 
 
 def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> dict[str, int]:
@@ -99,31 +121,50 @@ def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout
     return (stored + outside + inside) * element_bytes
 
 
-def predict_activation_bytes(shape: Shape, layout: Layout) -> int:
-    """Return the bytes that autograd saves for the backward pass of one microbatch.
+def predict_activation_bytes(shape: Shape, layout: Layout, layers: Layers | None = None) -> int:
+    """Return the bytes that autograd saves for the backward pass of one microbatch, by default of the whole model."""
+    layers = layers or Layers(shape.layers)
+    tokens = shape.count_tokens(layout)
+    total = layers.blocks * predict_block_bytes(shape, layout)
+    if layers.has_embedding:
+        total += INDEX_BYTES * tokens + predict_mask_bytes(shape, layout)
+    if layers.has_head:
+        values = count_norm_values(shape, layout) + shape.width + predict_loss_values(shape, layout)
+        total += INDEX_BYTES * tokens + tokens * values * shape.element_bytes
+    return round(total)
 
-    Values per token and block, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and
-    one scale; the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs
-    and softmax scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a
-    copy. Sequence parallelism also divides the norms by p. Context parallelism saves the keys and values without
-    repeating them for grouped queries.
+
+def predict_block_bytes(shape: Shape, layout: Layout) -> float:
+    """Return the bytes that autograd saves in one block.
+
+    Values per token, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and one scale;
+    the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs and softmax
+    scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a copy.
+    Sequence parallelism also divides the norms by p. Context parallelism saves the keys and values without repeating
+    them for grouped queries.
     """
     tokens = shape.count_tokens(layout)
     ranks = layout.tensor
-    sequence_ranks = ranks if layout.sequence else 1
-    norm = (2 * shape.width + 1) / sequence_ranks
     copies = 3 if shape.heads > ranks else 2  # of the queries and outputs
     keys_values = shape.keys_values_width if layout.context > 1 else 2 * shape.width
     attention = (copies * shape.width + keys_values + shape.heads) / ranks
     hidden = (4 if shape.is_gated else 2) * shape.hidden / ranks
-    block = 2 * norm + 2 * shape.width + attention + hidden
-    values = tokens * (shape.layers * block + norm + shape.width)
+    values = tokens * (2 * count_norm_values(shape, layout) + 2 * shape.width + attention + hidden)
     positions = shape.context / layout.context
-    values += shape.layers * 2 * positions * shape.width / shape.heads  # cosines and sines of rotary embedding
-    values += tokens * predict_loss_values(shape, layout)
-    indices = 2 * INDEX_BYTES * tokens  # inputs and targets
-    masks = tokens * shape.width * (2 * shape.layers + 1) / sequence_ranks if shape.dropout else 0
-    return round(values * shape.element_bytes + masks + indices)
+    values += 2 * positions * shape.width / shape.heads  # cosines and sines of rotary embedding
+    return values * shape.element_bytes + 2 * predict_mask_bytes(shape, layout)
+
+
+def count_norm_values(shape: Shape, layout: Layout) -> float:
+    """Return the number of values per token that a norm saves."""
+    return (2 * shape.width + 1) / (layout.tensor if layout.sequence else 1)
+
+
+def predict_mask_bytes(shape: Shape, layout: Layout) -> float:
+    """Return the bytes of the mask of one dropout layer."""
+    if not shape.dropout:
+        return 0
+    return shape.count_tokens(layout) * shape.width / (layout.tensor if layout.sequence else 1)
 
 
 def predict_loss_values(shape: Shape, layout: Layout) -> float:
@@ -133,26 +174,38 @@ def predict_loss_values(shape: Shape, layout: Layout) -> float:
     return 2 * shape.vocabulary / layout.tensor + 1  # logits without their maximum, their exponentials, and the sum
 
 
-def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout) -> int:
-    """Return the bytes that a rank sends in a step with ring algorithms.
+def predict_layer_messages(shape: Shape, layout: Layout, layers: Layers) -> float:
+    """Return the bytes that a rank sends within its layers for one microbatch.
 
     Tensor parallelism: one all-reduce per branch in each direction, one for the token vectors and one for the head;
     three numbers per token for the loss. Context parallelism: the keys and values are sent p - 1 times in each
-    direction, and their gradients p times. fully_shard: an all-gather in each direction and a reduce-scatter. Replicas
-    and context: an all-reduce of the gradients that a rank stores.
+    direction, and their gradients p times.
     """
     size = shape.element_bytes
     tokens = shape.count_tokens(layout)
-    per_microbatch = 0.0
+    sent = 0.0
     if layout.context > 1:
         keys_values = tokens * shape.keys_values_width * size / layout.tensor
-        per_microbatch += shape.layers * (3 * layout.context - 2) * keys_values
+        sent += layers.blocks * (3 * layout.context - 2) * keys_values
     if layout.tensor > 1:
         branch = tokens * shape.width * size
         ring = (layout.tensor - 1) / layout.tensor
-        per_microbatch += 2 * ring * ((4 * shape.layers + 2) * branch + 3 * tokens * size)
+        branches = 4 * layers.blocks + layers.has_embedding + layers.has_head
+        sent += 2 * ring * (branches * branch + 3 * layers.has_head * tokens * size)
         if layout.sequence:
-            per_microbatch += 2 * ring * (2 * shape.layers + 1) * shape.width * size  # gradients of the norms
+            norms = 2 * layers.blocks + layers.has_head
+            sent += 2 * ring * norms * shape.width * size  # gradients of the norms
+    return sent
+
+
+def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout) -> int:
+    """Return the bytes that a rank sends in a step with ring algorithms.
+
+    fully_shard: an all-gather in each direction and a reduce-scatter. Replicas and context: an all-reduce of the
+    gradients that a rank stores.
+    """
+    size = shape.element_bytes
+    per_microbatch = predict_layer_messages(shape, layout, Layers(shape.layers))
     stored = size * sum(parameter.count_local(layout) for parameter in parameters.values())
     per_step = 0.0
     if layout.fsdp > 1:
@@ -175,6 +228,6 @@ def count_flops_per_token(parameters: Mapping[str, ParameterSize], shape: Shape,
     table (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
     """
     weights = sum(math.prod(size.shape) for size in parameters.values() if len(size.shape) > 1)
-    if not is_tied:
+    if not is_tied and TABLE in parameters:
         weights -= shape.vocabulary * shape.width
     return 6 * weights + 12 * shape.layers * shape.context * shape.width

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from common.models.gpt import GPT
 from common.runs.result import ReportData
 from common.techniques.parallel_layout import layout_formulas
 from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
+from common.techniques.parallel_layout.parallel_model import ParallelModel
 from common.techniques.parallel_layout.step_meter import StepMeter
 from common.training.run import Run
 from configs.gpt_parallel import Config
@@ -37,11 +37,11 @@ def measure_matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def describe_shape(cfg: Config, model: GPT) -> Shape:
-    """Return the sizes of a model and of a microbatch of one rank."""
+    """Return the sizes of a model, of which this rank may hold only some blocks, and of a microbatch of one rank."""
     arguments: dict[str, Any] = model.recipe["arguments"]
     return Shape(
         width=arguments["width"],
-        layers=arguments["layers"],
+        layers=len(model.blocks),
         heads=arguments["heads"],
         key_value_heads=arguments["key_value_heads"],
         hidden=arguments["hidden"],
@@ -59,6 +59,25 @@ def list_parameter_sizes(model: GPT) -> dict[str, ParameterSize]:
     """Return the full shape of each parameter, and the dimensions in which it is divided, by name."""
     dims = model.list_shard_dims()
     return {name: ParameterSize(tuple(tensor.shape), dims[name]) for name, tensor in model.named_parameters()}
+
+
+def predict_rank(cfg: Config, model: GPT, parallel: ParallelModel) -> dict[str, int]:
+    """Return the bytes of this rank by category, from the formulas.
+
+    `full_state` are those of the undivided parameters, gradients and optimizer states of this rank's layers, and
+    `flops` are the floating-point operations of these layers for each token.
+    """
+    shape = describe_shape(cfg, model)
+    sizes = list_parameter_sizes(model)
+    predicted = parallel.predict_bytes(sizes, shape)
+    if cfg.optim.name not in ("adam", "adamw"):
+        del predicted["optimizer"]
+    if cfg.precision == "bf16":  # the formulas count numbers of one size
+        del predicted["activations"], predicted["sent"]
+    full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
+    predicted["full_state"] = sum(full_state.values())
+    predicted["flops"] = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
+    return predicted
 
 
 @dataclass
@@ -82,29 +101,24 @@ class LayoutReport:
     """Sum of the rates of a matrix product on all ranks in FLOP/s, measured at the same time."""
 
     @classmethod
-    def gather(cls, cfg: Config, run: Run, model: nn.Module, meter: StepMeter) -> LayoutReport:
+    def gather(cls, cfg: Config, run: Run, parallel: ParallelModel, meter: StepMeter) -> LayoutReport:
         """Create the report from the measurements of all ranks. All ranks must call this method."""
         memory = run.world.gather(meter.memory)
         sent_bytes = run.world.gather(meter.sent_bytes)
         predicted: dict[str, int] = {}
         full_state_bytes = 0
         flops = 0
-        if isinstance(model, GPT):
-            shape = describe_shape(cfg, model)
-            sizes = list_parameter_sizes(model)
-            predicted = layout_formulas.predict_state_bytes(sizes, cfg.layout, shape.element_bytes)
-            full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
-            full_state_bytes = sum(full_state.values())
-            predicted["peak_parameters"] = layout_formulas.predict_peak_parameter_bytes(
-                sizes, cfg.layout, shape.element_bytes
+        if isinstance(parallel.model, GPT):
+            by_rank = run.world.all_gather(predict_rank(cfg, parallel.model, parallel))
+            predicted = {name: max(rank[name] for rank in by_rank) for name in by_rank[0]}
+            # Each stage is on the same number of ranks. The numbers of all stages are added.
+            copies = cfg.layout.ranks // cfg.layout.stage_ranks
+            full_state_bytes, flops = (
+                sum(rank[name] for rank in by_rank) // copies for name in ("full_state", "flops")
             )
-            if cfg.optim.name not in ("adam", "adamw"):
-                del predicted["optimizer"]
+            del predicted["full_state"], predicted["flops"]
+            if "optimizer" not in predicted:
                 full_state_bytes = 0
-            if cfg.precision != "bf16":  # the formulas count numbers of one size
-                predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
-                predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
-            flops = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
         tokens = cfg.batch * run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
         rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))
@@ -119,6 +133,8 @@ class LayoutReport:
             lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
         layout = self.layout
         degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} context={layout.context} tensor={layout.tensor}"
+        if layout.stages > 1:
+            degrees = f"stages={layout.stages} {degrees}"
         rows = {
             "layout": degrees + (" sequence=true" if layout.sequence else ""),
             "memory and messages": "\n".join(lines),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.models.gpt import GPT, NOT_SCORED
 from common.models.position_dropout import PositionDropout
 from common.models.sample_dropout import list_dropout_layers
+from common.ranks.rendezvous import World
+from common.runs.result import Report
 from common.system.errors import UserError
-from common.techniques.parallel_layout import data_ranks
+from common.techniques.parallel_layout import data_ranks, layout_formulas
+from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
 from common.techniques.parallel_layout.tensor_ranks import TensorRanks
 from common.techniques.parallel_layout.vocabulary_loss import sum_vocabulary_loss
 from common.training.evaluate import score_replicated, score_test_set
@@ -26,31 +30,39 @@ from configs.layout import Layout
 if TYPE_CHECKING:
     from common.techniques.parallel_layout.context_ranks import ContextRanks
 
-MESH_DIMS = ("replicas", "fsdp", "context", "tensor")
+MESH_DIMS = ("replicas", "stages", "fsdp", "context", "tensor")
+Microbatch = tuple[Tensor, Tensor]
+"""Inputs and targets [n, T] of a microbatch."""
+ComputeLoss = Callable[[Tensor, Tensor], Tensor]
+"""Maps the logits and targets of a microbatch to a loss."""
 
 
-def parallelize(model: nn.Module, layout: Layout, run: Run) -> ParallelModel:
+def parallelize(
+    model: nn.Module, layout: Layout, run: Run, autocast: AbstractContextManager[Any] | None = None
+) -> ParallelModel:
     """Divide a model among the ranks of a run, and return what a training step needs.
 
     The model must have the same parameters on all ranks. Only a GPT can be divided; any other model can have replicas.
-    The layers of the model are replaced. Parameters keep their names, and become DTensors if they are divided. Build
-    the optimizer afterward. The mesh has the dimensions `replicas`, `fsdp`, `context` and `tensor`; ranks that differ
-    only in the last one are neighbors. Raises UserError if context parallelism is not available on the device.
+    The layers of the model are replaced, and those of other stages are deleted. Parameters keep their names, and become
+    DTensors if they are divided. Build the optimizer afterward. `autocast` is the context of forward passes. The mesh
+    has the dimensions `replicas`, `stages`, `fsdp`, `context` and `tensor`; ranks that differ only in the last one are
+    neighbors. Raises UserError if context parallelism is not available on the device, or if a custom schedule cannot be
+    combined with the layout.
     """
+    autocast = autocast or nullcontext()
     if layout.ranks == 1:
-        return ParallelModel(model, layout, None)
+        return ParallelModel(model, layout, None, autocast)
     if layout.context > 1 and run.device.type != "cpu":
         raise UserError(f"context={layout.context} runs on CPUs only; set launch.device=cpu, or use context=1")
-    sizes = (layout.replicas, layout.fsdp, layout.context, layout.tensor)
+    sizes = (layout.replicas, layout.stage_ranks, layout.fsdp, layout.context, layout.tensor)
     mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=MESH_DIMS)
-    parallel = ParallelModel(model, layout, mesh)
-    if layout.tensor > 1:
-        parallel.divide_tensors()
-    if layout.context > 1 or layout.sequence:
-        parallel.divide_tokens()
-    if layout.fsdp > 1:
-        assert isinstance(model, GPT)
-        data_ranks.shard_parameters(model, mesh, layout)
+    model_class = ParallelModel
+    if layout.stages > 1:
+        from common.techniques.parallel_layout.pipeline_model import PipelineModel  # a technique that few runs use
+
+        model_class = PipelineModel
+    parallel = model_class(model, layout, mesh, autocast)
+    parallel.divide(run)
     return parallel
 
 
@@ -60,16 +72,52 @@ class ParallelModel:
     `mesh` contains all ranks, or is None for a single rank.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self, model: nn.Module, layout: Layout, mesh: DeviceMesh | None, autocast: AbstractContextManager[Any]
+    ) -> None:
         self.model = model
         self.layout = layout
         self.mesh = mesh
+        self.autocast = autocast
         self.tensor_ranks: TensorRanks | None = None
         """Ranks of tensor parallelism; None if no matrix is divided."""
         self.context_ranks: ContextRanks | None = None
         """Ranks of context parallelism; None if each rank has all tokens of its samples."""
         self.gradient_group = data_ranks.find_gradient_group(mesh, layout) if mesh is not None else None
         """Ranks whose gradients are averaged after backward; None if there are none."""
+
+    @property
+    def layers(self) -> nn.Module:
+        """All layers that this rank computes."""
+        return self.model
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes that this rank sent through shared memory in the newest step."""
+        return 0
+
+    @property
+    def peers(self) -> World | None:
+        """Ranks that hold the same stages as this rank, or None if every rank holds the whole model."""
+        return None
+
+    def divide(self, run: Run) -> None:
+        """Divide the model among the ranks of the mesh."""
+        self.divide_layers_and_tokens()
+        if self.layout.fsdp > 1:
+            self.shard_parameters([self.model])
+
+    def divide_layers_and_tokens(self) -> None:
+        """Divide the matrices of each layer, and the tokens of each sample."""
+        if self.layout.tensor > 1:
+            self.divide_tensors()
+        if self.layout.context > 1 or self.layout.sequence:
+            self.divide_tokens()
+
+    def shard_parameters(self, roots: Sequence[nn.Module]) -> None:
+        """Divide the parameters of some modules, whose forward is called, among the ranks of the dimension `fsdp`."""
+        assert self.mesh is not None and isinstance(self.model, GPT)
+        data_ranks.shard_parameters(self.model, self.mesh, self.layout, roots)
 
     def divide_tensors(self) -> None:
         """Divide the matrices among the ranks of the dimension `tensor`."""
@@ -107,7 +155,7 @@ class ParallelModel:
     def data_shard(self) -> tuple[int, int]:
         """Index of this rank's shard of a batch, and number of shards.
 
-        The ranks of `context` and `tensor` have the same shard.
+        The ranks of `stages`, `context` and `tensor` have the same shard.
         """
         if self.mesh is None:
             return 0, 1
@@ -120,6 +168,21 @@ class ParallelModel:
             return list(microbatches)
         select = self.context_ranks.select_tokens
         return [(select(inputs), select(targets)) for inputs, targets in microbatches]
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], compute_loss: ComputeLoss) -> Tensor:
+        """Compute the forward and the backward passes of all microbatches, and add the gradients.
+
+        Returns the sum of the losses of this rank, a 0-d tensor. With fsdp, backward also averages the gradients over
+        the ranks of `fsdp`.
+        """
+        total = torch.zeros((), dtype=next(self.model.parameters()).dtype, device=microbatches[0][0].device)
+        for inputs, targets in microbatches:
+            with self.autocast:
+                logits = self.model(inputs)
+            loss = compute_loss(logits, targets)
+            total += loss.detach()
+            loss.backward()
+        return total
 
     def sum_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the cross-entropy over the scored tokens of this rank.
@@ -140,20 +203,33 @@ class ParallelModel:
 
     def score(self, run: Run) -> dict[str, float]:
         """Return the test scores. All ranks must call this method."""
-        if self.tensor_ranks is None and self.context_ranks is None:
-            return score_replicated(self.model, run)
-        return score_test_set(self.predict, run, shard=self.data_shard)
+        with self.autocast:
+            if self.tensor_ranks is None and self.context_ranks is None:
+                return score_replicated(self.model, run)
+            return score_test_set(self.predict, run, shard=self.data_shard)
+
+    def predict_bytes(self, sizes: Mapping[str, ParameterSize], shape: Shape) -> dict[str, int]:
+        """Return the bytes of this rank by category, and the bytes that it sends in a step, from formulas.
+
+        `sizes` are those of this rank's parameters, by name.
+        """
+        return layout_formulas.predict_bytes(sizes, shape, self.layout)
+
+    def gather_reports(self, run: Run) -> list[Report]:
+        """Return further reports for the final table. All ranks must call this method."""
+        return []
 
     def predict(self, x: Tensor | None, _: int) -> Tensor | None:
         """Return the logits [n, T, vocabulary] on the first of the ranks with the same samples, otherwise None."""
         if self.context_ranks is not None:
             x = self.context_ranks.select_tokens(cast(Tensor, x))
-        logits = self.join_logits(self.model(x))
-        indices = [ranks.index for ranks in (self.tensor_ranks, self.context_ranks) if ranks is not None]
-        return None if any(indices) else logits
+        return self.join_logits(self.model(x))
 
-    def join_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits [N, T, vocabulary] of all tokens and of the whole vocabulary, without a gradient."""
+    def join_logits(self, logits: Tensor) -> Tensor | None:
+        """Return the logits [N, T, vocabulary] of all tokens and of the whole vocabulary, without a gradient.
+
+        They are returned on the first of the ranks with the same samples, all of which must call this method.
+        """
         logits = logits.detach()
         if self.tensor_ranks is not None:
             local_logits = logits.contiguous()
@@ -162,7 +238,8 @@ class ParallelModel:
             logits = torch.cat(parts, dim=-1)
         if self.context_ranks is not None:
             logits = self.context_ranks.join_tokens(logits)
-        return logits
+        indices = [ranks.index for ranks in (self.tensor_ranks, self.context_ranks) if ranks is not None]
+        return None if any(indices) else logits
 
 
 def silence_redistribution_warnings() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from common.measure.metrics_log import Values
 from common.training.hooks import StepHook
+
+if TYPE_CHECKING:
+    from common.techniques.parallel_layout.in_flight_tensors import InFlightTensors
+    from common.techniques.parallel_layout.parallel_model import ParallelModel
 
 COLLECTIVE_NAMESPACE = "c10d"
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
@@ -32,26 +36,28 @@ class StepMeter(StepHook):
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
     Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
-    size of the storages that autograd saves for the backward pass of one microbatch, without parameters. Of tokens,
-    which share a storage with later batches, only those of the microbatch are counted.
+    size of the storages that autograd saves for the backward pass of one microbatch, without parameters, or for those
+    of all microbatches that a pipeline has in flight. Of tokens, which share a storage with later batches, only those
+    of the microbatch are counted.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model = model
+    def __init__(self, parallel: ParallelModel, optimizer: Optimizer) -> None:
+        self.parallel = parallel
+        self.model = parallel.layers
         self.optimizer = optimizer
         self.is_done = False
         self.contexts = contextlib.ExitStack()
         self.collectives = CollectiveCounter()
         self.gathered_parameters = GatheredParameters()
-        self.saved_tensors = SavedTensors(model)
+        self.saved_tensors = make_saved_tensors(parallel)
         self.memory: dict[str, int] = {}
         """Bytes by category: parameters, peak_parameters, gradients, optimizer, activations, buffers."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent in the measured step."""
-        return round(self.collectives.sent_bytes)
+        return round(self.collectives.sent_bytes) + self.parallel.shared_memory_bytes
 
     def before_step(self) -> None:
         """Start to observe the first step."""
@@ -144,22 +150,38 @@ class SavedTensors:
     def record(self, tensor: Tensor) -> Tensor:
         """Record the storage of a saved tensor, unless it belongs to a parameter. Record tokens without the storage."""
         if self.is_recording:
-            storage = tensor.untyped_storage()
-            is_tokens = tensor.dtype == torch.int64
-            address = tensor.data_ptr() if is_tokens else storage.data_ptr()
-            if address not in self.sizes and address not in self._list_parameter_addresses():
-                self.sizes[address] = tensor.nbytes if is_tokens else storage.nbytes()
-                self.storages.append(storage)
+            address, size = find_address(tensor)
+            if address not in self.sizes and address not in list_parameter_addresses(self.model):
+                self.sizes[address] = size
+                self.storages.append(tensor.untyped_storage())
         return tensor
 
-    def _list_parameter_addresses(self) -> set[int]:
-        """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
-        addresses = set()
-        for parameter in self.model.parameters():
-            detached = parameter.detach()
-            local = detached.to_local() if hasattr(detached, "to_local") else detached
-            addresses.add(local.untyped_storage().data_ptr())
-        return addresses
+
+def make_saved_tensors(parallel: ParallelModel) -> SavedTensors | InFlightTensors:
+    """Return the measurement of saved tensors: of one microbatch or, in a pipeline, of all microbatches in flight."""
+    if parallel.layout.stages == 1:
+        return SavedTensors(parallel.layers)
+    from common.techniques.parallel_layout.in_flight_tensors import InFlightTensors  # only few runs have stages
+
+    return InFlightTensors(parallel.layers)
+
+
+def find_address(tensor: Tensor) -> tuple[int, int]:
+    """Return the address and the size in bytes of the storage of a tensor, or of tokens without their storage."""
+    if tensor.dtype == torch.int64:
+        return tensor.data_ptr(), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
+def list_parameter_addresses(model: nn.Module) -> set[int]:
+    """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
+    addresses = set()
+    for parameter in model.parameters():
+        detached = parameter.detach()
+        local = detached.to_local() if hasattr(detached, "to_local") else detached
+        addresses.add(local.untyped_storage().data_ptr())
+    return addresses
 
 
 class GatheredParameters(TorchDispatchMode):

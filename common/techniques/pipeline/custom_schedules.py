@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.system.text import format_count
@@ -14,7 +15,7 @@ from common.techniques.pipeline.schedules import (
     make_schedule,
     simulate_schedule,
 )
-from configs.pipeline import PipelineExperiment
+from configs.pipeline import PipelineConfig
 
 USAGE = (
     "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
@@ -22,7 +23,14 @@ USAGE = (
 )
 
 
-def check_schedule_of_config(settings: PipelineExperiment) -> None:
+class HasPipeline(Protocol):
+    """Interface of a config with a pipeline."""
+
+    def make_pipeline_config(self) -> PipelineConfig:
+        """Return the settings of the pipeline."""
+
+
+def check_schedule_of_config(settings: HasPipeline) -> None:
     """Raise UserError if the pipeline schedule of a config is invalid."""
     pipeline = settings.make_pipeline_config()
     if pipeline.engine == "own":

@@ -14,7 +14,7 @@ from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 from common.system.text import format_count
 from common.techniques.pipeline import schedules
-from common.techniques.pipeline.executor import PipelineEngine
+from common.techniques.pipeline.executor import ScheduleExecutor
 from common.techniques.pipeline.schedules import Action, Schedule, Span, Timeline
 from configs.pipeline import PipelineConfig
 
@@ -126,7 +126,7 @@ class PipelineReport:
 
     @classmethod
     def gather(
-        cls, pipe: PipelineEngine, group: World, cfg: PipelineConfig, folder: Path, model: str
+        cls, pipe: ScheduleExecutor, group: World, cfg: PipelineConfig, folder: Path, model: str
     ) -> PipelineReport:
         """Create a report on all ranks of a group. All ranks of the group must call this method.
 

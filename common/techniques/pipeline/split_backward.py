@@ -43,7 +43,7 @@ def compute_input_gradient(
     root = get_gradient_edge(output)
     input_node = get_gradient_edge(x).node if x.requires_grad else None
     nodes = find_dependent_nodes(root.node, input_node)
-    excluded = nodes if input_node is None else nodes | {input_node}
+    excluded = {*nodes} if input_node is None else {*nodes, input_node}
     parameters = {node: list_parameters(node, excluded) for node in nodes}
     uses = Counter(parameter for node in nodes for parameter in parameters[node])
     shared = [parameter for parameter, count in uses.items() if count > 1]
@@ -82,10 +82,11 @@ def list_children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def find_dependent_nodes(root: Node, input_node: Node | None) -> set[Node]:
+def find_dependent_nodes(root: Node, input_node: Node | None) -> list[Node]:
     """Return the nodes from which gradients flow from `root` to `input_node`, both directly and through other nodes.
 
-    Without an input node, the result contains only `root`.
+    Without an input node, the result contains only `root`. The order depends only on the graph: ranks with equal graphs
+    may communicate in the gradients of parameters, and must do so in the same order.
     """
     parents: dict[Node, list[Node]] = {root: []}
     pending = [root]
@@ -97,21 +98,22 @@ def find_dependent_nodes(root: Node, input_node: Node | None) -> set[Node]:
                 pending.append(child)
             parents[child].append(node)
 
-    dependent_nodes = {root}
+    dependent_nodes = {root: None}  # a set that keeps its order
     pending = parents.get(input_node, []) if input_node is not None else []
     while pending:
         node = pending.pop()
         if node not in dependent_nodes:
-            dependent_nodes.add(node)
+            dependent_nodes[node] = None
             pending += parents[node]
-    return dependent_nodes
+    return list(dependent_nodes)
 
 
 def list_edges(root: GradientEdge, nodes: Iterable[Node]) -> list[GradientEdge]:
     """Return the outputs of nodes that receive gradients from `root` or from other nodes, each of them once."""
     outputs = {(root.node, root.output_nr): root}
+    nodes = list(nodes)
     known_nodes = set(nodes)
-    for node in known_nodes:
+    for node in nodes:
         for child, number in node.next_functions:
             if child in known_nodes:
                 outputs[child, number] = GradientEdge(child, number)

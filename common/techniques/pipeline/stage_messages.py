@@ -75,10 +75,16 @@ class StageMessages:
                 self.buffers.append((route.consumer, buffer))
         self.receives: dict[Action, tuple[dist.Work, Tensor]] = {}
         self.within_rank: dict[Action, Tensor] = {}
+        self.shared_memory_bytes = 0
+        """Bytes that this rank has sent through shared memory in the current step."""
 
-    def post_receives(self) -> None:
-        """Post all receives of a step from the network."""
-        self.receives = {action: (self.network.receive(action, buffer), buffer) for action, buffer in self.buffers}
+    def post_receives(self, count: int) -> None:
+        """Post all receives of a step with `count` microbatches from the network."""
+        self.shared_memory_bytes = 0
+        self.receives = {}
+        for action, buffer in self.buffers:
+            if action.microbatch < count:
+                self.receives[action] = (self.network.receive(action, buffer), buffer)
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Send a tensor (activation or gradient of a microbatch) to the rank of the action that consumes the tensor."""
@@ -86,6 +92,7 @@ class StageMessages:
             self.within_rank[consumer] = tensor
         elif self.memory and consumer in self.in_memory:
             self.memory.send(consumer, tensor)
+            self.shared_memory_bytes += tensor.nbytes
         else:
             self.network.send(consumer, tensor)
 

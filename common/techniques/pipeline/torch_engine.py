@@ -119,10 +119,6 @@ class TorchPipelineEngine(PipelineEngine):
         """Return a tensor with the shape of one microbatch."""
         return torch.empty(self.microbatch_size, *shape, dtype=self.dtype, device=self.world.device)
 
-    def _scale_loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return a microbatch's contribution to the mean loss of the batch."""
-        return self.loss(output, target) / self.microbatches
-
     def _read_library_plan(self) -> Schedule:
         """Return, as a `Schedule`, the order in which torch.distributed.pipelining executes actions."""
         order = self.schedule.pipeline_order

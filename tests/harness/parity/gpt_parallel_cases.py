@@ -27,6 +27,7 @@ from common.techniques.language_model.targets import draw_ignored
 from common.techniques.parallel_layout import layout_report, parallel_model, tensor_layers
 from common.techniques.parallel_layout.attention_blocks import Attended
 from common.techniques.parallel_layout.parallel_model import ParallelModel
+from common.techniques.parallel_layout.pipeline_model import StageExecutor
 from common.techniques.parallel_layout.tensor_layers import BranchNorm, TiedParallelHead
 from common.training import gradient_norm
 from common.training.hooks import StepHook
@@ -198,9 +199,10 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
     first_step: dict[str, Any] = {"initial": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
     for epoch in itertools.count():
         order = torch.from_numpy(loader.draw_sample_order(len(inputs), cfg.seed, epoch))
-        full_batches = len(order) // cfg.batch
-        for number in range(min(full_batches, cfg.steps - len(losses))):
-            positions = range(number * cfg.batch, (number + 1) * cfg.batch)
+        microbatch = cfg.batch // cfg.accumulate
+        used_samples = len(order) // microbatch * microbatch  # the last step of an epoch may have fewer microbatches
+        for start in range(0, used_samples, cfg.batch)[: cfg.steps - len(losses)]:
+            positions = range(start, min(start + cfg.batch, used_samples))
             for layer in list_dropout_layers([model]):
                 layer.set_positions(epoch, [positions])
             samples = order[positions.start : positions.stop]
@@ -280,6 +282,16 @@ def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
 def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of ranks that divide the tokens only."""
     resume_training(original, cfg, run, LayoutSettings(context=run.world.size))
+
+
+def resume_from_stages(original: Any, cfg: Config, run: Run) -> None:
+    """Resume from a checkpoint of pipeline stages."""
+    resume_training(original, cfg, run, LayoutSettings(stages=run.world.size))
+
+
+def use_network(original: Any, *arguments: Any, **options: Any) -> None:
+    """Send messages between stages through the process group instead of shared memory."""
+    original(*arguments, transport="network", **options)
 
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
@@ -399,6 +411,8 @@ CHANGES: dict[str, Sequence[Replacement]] = {
     "resumed": [(gpt_parallel, "main", resume_training)],
     "resumed_from_fsdp": [(gpt_parallel, "main", resume_from_fsdp)],
     "resumed_from_context": [(gpt_parallel, "main", resume_from_context)],
+    "resumed_from_stages": [(gpt_parallel, "main", resume_from_stages)],
+    "over_network": [(StageExecutor, "__init__", use_network)],
     "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],

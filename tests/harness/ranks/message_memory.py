@@ -31,7 +31,7 @@ def exchange_messages(mode: str, world: World) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     messages = make_messages(mode, world)
     for step in range(3):
-        messages.post_receives()
+        messages.post_receives(2)
         for microbatch in range(2):
             if world.rank == 0:
                 activations = torch.full((4, 30_000), 10.0 * step + microbatch)
