@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from common.runs import provenance
 from tests.harness.commands.processes import Settings
 from tests.harness.gpu.gpu_runs import DEVICE
+from tests.harness.gpu.visible_gpus import make_gpu_variables
 
 
 @pytest.fixture(autouse=True)
 def visible_gpu() -> None:
     """Skip the test if no GPU is visible."""
-    if DEVICE == "cuda" and not provenance.count_visible_gpus():
+    if DEVICE == "cuda" and not make_gpu_variables()["CUDA_VISIBLE_DEVICES"]:
         pytest.skip("no NVIDIA GPU is visible")
 
 

@@ -21,7 +21,6 @@ from tests.harness.commands.processes import (
     Settings,
     execute_verb,
     get_only_run,
-    make_environment,
     make_run_command,
     run_experiment,
     wait_until,
@@ -34,9 +33,11 @@ from tests.harness.gpu.gpu_runs import (
     check_world,
     compare_losses,
     make_gpu_command,
+    make_gpu_environment,
     resume_on_gpu,
     train_on_gpu,
 )
+from tests.harness.gpu.visible_gpus import make_gpu_variables
 from tests.harness.runs.long_runs import ENDLESS_SETTINGS, find_free_port, has_metrics, list_rank_pids
 
 ON_GPU = f"launch.device={DEVICE}"
@@ -54,7 +55,7 @@ def test_a_process_per_host_equals_forked_ranks(entry: Entry, exact: Settings, t
     for rank in range(2):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_HOSTID": f"rank-{rank}"}
-        commands.append(Command(argv, env=make_environment(**variables), new_session=True))
+        commands.append(Command(argv, env=make_gpu_environment(**variables), new_session=True))
     try:
         for command in commands:
             command.wait(WAIT_TIMEOUT)
@@ -73,36 +74,38 @@ def test_torchrun_starts_a_rank_on_the_gpu(small: Settings, tmp_path: Path) -> N
     launcher += ["--master-addr=127.0.0.1", f"--master-port={find_free_port()}"]
     script = make_run_command("ddp_multinode", *small, "model=mlp", ON_GPU, runs=tmp_path)[1:]
     argv = [*launcher, *script]
-    execution.execute_command(argv, env=make_environment(), timeout=WAIT_TIMEOUT, real_process=True, status=0)
+    execution.execute_command(argv, env=make_gpu_environment(), timeout=WAIT_TIMEOUT, real_process=True, status=0)
     check_world(get_only_run(tmp_path), "nccl" if DEVICE == "cuda" else "gloo")
 
 
 def test_a_finished_run_is_evaluated_exported_and_repeated(small: Settings, tmp_path: Path) -> None:
-    run = run_experiment("ddp_multinode", *small, *ONE_GPU, runs=tmp_path / "runs")
+    run = run_experiment("ddp_multinode", *small, *ONE_GPU, runs=tmp_path / "runs", **make_gpu_variables())
     check_logs(run.folder)
     path = str(run.folder.path)
-    execute_verb("evaluate", "--", path, timeout=WAIT_TIMEOUT, status=0)
-    execute_verb("export", "--format=torch.export", "--", path, timeout=WAIT_TIMEOUT, status=0)
-    execute_verb("rerun", "--", path, timeout=WAIT_TIMEOUT, status=0)
-    diagnosed = execute_verb("doctor", f"--run={path}", timeout=WAIT_TIMEOUT)
-    assert "Traceback" not in diagnosed.stdout + diagnosed.stderr
+    execute_verb_on_gpu("evaluate", "--", path)
+    execute_verb_on_gpu("export", "--format=torch.export", "--", path)
+    execute_verb_on_gpu("rerun", "--", path)
+    execute_verb_on_gpu("doctor", f"--run={path}")
+
+
+def execute_verb_on_gpu(*arguments: str) -> str:
+    """Execute `python -m slurm` with visible GPUs, check that it succeeds, and return its output."""
+    return execute_verb(*arguments, env=make_gpu_environment(), timeout=WAIT_TIMEOUT, status=0).stdout
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_doctor_checks_this_machine(nodes: int, tmp_path: Path) -> None:
     """With two ranks and one GPU, the ranks use CPUs."""
     paths = f"runs={tmp_path} data.cache={tmp_path / 'cache'}"
-    checked = execute_verb("doctor", f"--nodes={nodes}", "--launch=local", f"--args={paths}", timeout=WAIT_TIMEOUT)
-    print(checked.stdout)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "all checks passed" in checked.stdout
+    output = execute_verb_on_gpu("doctor", f"--nodes={nodes}", "--launch=local", f"--args={paths}")
+    assert "all checks passed" in output
 
 
 def test_too_few_gpus_are_reported(small: Settings, tmp_path: Path) -> None:
     if DEVICE == "cpu":
         pytest.skip("a run on CPUs needs no GPUs")
     settings = (*small, "launch.device=cuda", "processes_per_node=16", "batch=32")
-    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, status=EXIT_REFUSED)
+    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, status=EXIT_REFUSED, **make_gpu_variables())
     assert "for 16 ranks; use fewer ranks or launch.device=auto" in run.stderr
 
 
@@ -110,7 +113,7 @@ def test_too_few_gpus_are_reported(small: Settings, tmp_path: Path) -> None:
 def start_endless_run(entry: Entry, small: Settings, runs: Path, *settings: str) -> Iterator[Command]:
     """Start two ranks on a GPU that train without end, and wait for the first row of metrics. Kill them at the end."""
     settings = (*small, *entry.make_rank_settings(2), *ENDLESS_SETTINGS, *settings)
-    command = Command(make_gpu_command(entry.name, *settings, runs=runs), env=make_environment(), new_session=True)
+    command = Command(make_gpu_command(entry.name, *settings, runs=runs), env=make_gpu_environment(), new_session=True)
     try:
         wait_until(lambda: has_metrics(runs) or command.poll() is not None, "the run trains")
         assert command.poll() is None, command.stdout + command.stderr

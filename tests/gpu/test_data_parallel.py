@@ -9,6 +9,7 @@ import pytest
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.gpu.gpu_runs import DEVICE, FLOAT64_TOLERANCE, check_logs, compare_losses, train_on_gpu
+from tests.harness.gpu.visible_gpus import make_gpu_variables
 
 TWO_RANKS = ("processes_per_node=2",)
 EXACT_CASES = (
@@ -86,7 +87,7 @@ def test_a_gpu_and_a_cpu_equal_one_rank(
     clip = tuple(setting for setting in case if setting.startswith("clip="))
     reference = train_reference((*exact, "model=mlp", *clip), tmp_path_factory)
     settings = (*exact, "model=mlp", *TWO_RANKS, "launch.mixed=true", *case)
-    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, timeout=150)
+    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, timeout=150, **make_gpu_variables())
     assert compare_losses(run, reference) < FLOAT64_TOLERANCE
     if DEVICE == "cuda":
         gpu, cpu = run.result["rank_devices"]
@@ -96,7 +97,7 @@ def test_a_gpu_and_a_cpu_equal_one_rank(
 
 def test_mixed_precision_on_a_gpu_and_a_cpu(small: Settings, tmp_path: Path) -> None:
     settings = (*small, *TWO_RANKS, "launch.mixed=true", "precision=bf16", "accumulate=2")
-    run = run_experiment("amp_accum", *settings, runs=tmp_path, timeout=150)
+    run = run_experiment("amp_accum", *settings, runs=tmp_path, timeout=150, **make_gpu_variables())
     assert run.losses[-1] < run.losses[0]
     check_logs(run.folder)
 
@@ -106,7 +107,7 @@ def test_synchronized_batchnorm_on_a_gpu_and_a_cpu(
 ) -> None:
     reference = train_reference((*exact, *SMALL_RESNET), tmp_path_factory)
     settings = (*exact, *SMALL_RESNET, *TWO_RANKS, "launch.mixed=true", "sync_batchnorm=true", "shards=[3,1]")
-    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, timeout=150)
+    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, timeout=150, **make_gpu_variables())
     assert compare_losses(run, reference) < FLOAT64_TOLERANCE
 
 

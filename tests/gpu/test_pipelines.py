@@ -10,6 +10,7 @@ from common.system.exit_status import EXIT_REFUSED
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.gpu.gpu_runs import DEVICE, FIRST_GPU, FLOAT64_TOLERANCE, check_logs, compare_losses, train_on_gpu
+from tests.harness.gpu.visible_gpus import make_gpu_variables
 
 NETWORK = ("depth=3", "microbatches=4", "clip=1")
 TWO_STAGES = ("stages=2",)
@@ -49,7 +50,9 @@ def test_stages_of_one_process_equal_ranks(mode: str, exact: Settings, tmp_path:
 
 
 def test_visible_gpus_are_used_from_one_process(small: Settings, tmp_path: Path) -> None:
-    run = run_experiment("resnet_modelparallel", *small, *RESNET, runs=tmp_path, real_process=True)
+    run = run_experiment(
+        "resnet_modelparallel", *small, *RESNET, runs=tmp_path, real_process=True, **make_gpu_variables()
+    )
     if DEVICE == "cuda":
         assert "cuda:0 in one process" in " ".join(run.stdout.split())
     check_logs(run.folder)

@@ -16,6 +16,7 @@ from common.runs.folder import RunFolder, read_json
 from tests.harness.commands import execution
 from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command
 from tests.harness.experiments.registry import ENTRIES, Entry
+from tests.harness.gpu.visible_gpus import make_gpu_variables
 from tests.harness.runs.resuming import load_final_state, read_compared_rows
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
@@ -54,12 +55,18 @@ def has_setting(settings: Iterable[str], name: str) -> bool:
 def train_on_gpu(name: str, *settings: str, runs: Path, status: int | None = 0, **env: str) -> FinishedRun:
     """Train an experiment with ranks that share the GPUs, and check the exit status, the device and the logs."""
     argv = make_gpu_command(name, *settings, runs=runs)
-    process = execution.execute_command(argv, env=make_environment(**env), timeout=RUN_SECONDS, status=status)
+    environment = make_gpu_environment(**env)
+    process = execution.execute_command(argv, env=environment, timeout=RUN_SECONDS, status=status)
     run = FinishedRun(process.returncode, process.stdout, process.stderr, runs)
     if status == 0:
         check_world(run.folder, "nccl" if DEVICE == "cuda" else "gloo")
         check_logs(run.folder)
     return run
+
+
+def make_gpu_environment(**env: str) -> dict[str, str]:
+    """Return the environment of a command that sees the GPUs of this machine."""
+    return make_environment(**make_gpu_variables(), **env)
 
 
 def check_world(folder: RunFolder, backend: str) -> None:
@@ -82,7 +89,7 @@ def resume_on_gpu(entry: Entry, folder: RunFolder, *arguments: str) -> str:
     """Resume a run with ranks that share the GPUs, and return its output."""
     script = str(Path("experiments") / f"{entry.name}.py")
     argv = [sys.executable, *SHARED_GPU, script, "--resume", str(folder.path), *arguments]
-    process = execution.execute_command(argv, env=make_environment(), timeout=RUN_SECONDS, status=0)
+    process = execution.execute_command(argv, env=make_gpu_environment(), timeout=RUN_SECONDS, status=0)
     check_logs(folder)
     return process.stdout
 
