@@ -19,7 +19,7 @@ override REPORTS := status logs note archive cancel compare sync dashboard leet 
 override ONLY_REPORTS := $(if $(filter-out $(REPORTS),$(or $(MAKECMDGOALS),help)),no,yes)
 
 .DEFAULT_GOAL := help
-.PHONY: $(VERBS) help test test-all test-slurm verify lint bench tables requirements clean .settings
+.PHONY: $(VERBS) help test test-all test-slurm test-gpu verify lint bench tables requirements clean .settings
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -77,7 +77,7 @@ cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch
 	@$(PY) -m slurm --make --check
 
 # Tests start thousands of processes. They write bytecode files, so that only the first process compiles a module.
-test test-all test-slurm verify: export PYTHONDONTWRITEBYTECODE =
+test test-all test-slurm test-gpu verify: export PYTHONDONTWRITEBYTECODE =
 
 test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/config -k 'a or b'"]
 	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" --numprocesses 4 --dist worksteal
@@ -88,6 +88,9 @@ test-all: .settings  ## run the fast tests and all combinations: parity, recover
 
 test-slurm: .settings  ## run the tests that need a real SLURM cluster
 	@$(PY) -m pytest tests/cluster --numprocesses 4 --dist worksteal
+
+test-gpu: .settings  ## run the tests that need an NVIDIA GPU; one GPU is enough
+	@$(PY) -m pytest tests/gpu --numprocesses 6 --dist worksteal
 
 verify: .settings  ## run every case of every list, all campaigns and lint, without a time limit; continues if repeated
 	@$(PY) -m tests.harness.verification.verify

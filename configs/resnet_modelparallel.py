@@ -166,7 +166,7 @@ class Config(PipelineExperiment):
         if len(self.devices) != stages:
             raise ValueError(
                 f"devices=[{','.join(self.devices)}] lists {len(self.devices)} devices for stages={stages}; "
-                "name one device per stage, or change stages"
+                "name one device per stage, use devices=auto, or change stages"
             )
         if self.launch.nodes > 1 or self.pipeline.stages_per_process > 1 or self.replicas > 1:
             raise ValueError("devices= needs a single process on one host; omit devices to use one rank per stage")

@@ -21,6 +21,7 @@ from tests.harness.commands.execution import ForkServer
 from tests.harness.commands.processes import Settings, write_script
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
 from tests.harness.environment.shared_results import GetRun, create_folder_once, run_experiment_once
+from tests.harness.gpu.visible_gpus import hide_gpus
 from tests.harness.repository import ROOT
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
     The process that starts the workers executes no test, and imports no torch.
     """
+    hide_gpus()
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ.update(MEMORY)
         ForkServer.start()

@@ -15,6 +15,7 @@ import os
 import shutil
 import socket
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -291,18 +292,19 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
 
     With `launch.backend=builtin`, the result is the CPU and builtin. With `launch.mixed=true`, the backend is gloo. In
     this case, the first ranks of each host get the host's GPUs, and the remaining ranks get the CPU. If this rank gets
-    a GPU, this GPU becomes torch's current device. Raises UserError if `launch.device=cuda` is set and there are fewer
-    GPUs than ranks.
+    a GPU, this GPU becomes torch's current device. Otherwise, GPUs are hidden from this process, because functions of
+    torch such as the PowerSGD hook of DDP use the GPU if any is visible. Raises UserError if `launch.device=cuda` is
+    set and there are fewer GPUs than ranks.
     """
-    if settings.backend == "builtin":
-        return torch.device("cpu"), "builtin"
     gpus = 0 if settings.excludes_gpus else torch.cuda.device_count()
     if settings.device == "cuda":
         check_gpus(rank_info.local_size, gpus)
-    if gpus >= rank_info.local_size or (settings.mixed and gpus > rank_info.local_rank):
+    if settings.uses_gpus(rank_info.local_size, gpus) and gpus > rank_info.local_rank:
         torch.cuda.set_device(rank_info.local_rank)
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")  # it is set above
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
-    return torch.device("cpu"), "gloo"
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return torch.device("cpu"), "builtin" if settings.backend == "builtin" else "gloo"
 
 
 def check_gpus(ranks: int, gpus: int) -> None:

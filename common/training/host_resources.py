@@ -18,7 +18,7 @@ def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
     The check is skipped for runs on GPUs.
     """
     cores = count_host_cores()
-    if ranks > cores and (cfg.launch.excludes_gpus or not provenance.count_visible_gpus()):
+    if ranks > cores and not cfg.launch.uses_gpus(ranks, provenance.count_visible_gpus()):
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
@@ -30,5 +30,5 @@ def check_resources(cfg: Experiment) -> None:
     limit = process_limits.get_open_file_limit()
     if limit < MIN_OPEN_FILES:
         raise UserError(f"ulimit -n is {limit}, but a run opens more files and connections; use ulimit -n 1024")
-    if cfg.launch.excludes_gpus or not provenance.count_visible_gpus():
+    if not cfg.launch.uses_gpus(cfg.processes // cfg.launch.nodes, provenance.count_visible_gpus()):
         host_memory.check_host_memory(cfg)

@@ -148,7 +148,7 @@ def list_differences(
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        uses_gpu = provenance.count_visible_gpus() > 0 and not settings.launch.excludes_gpus
+        uses_gpu = settings.launch.uses_gpus(settings.processes, provenance.count_visible_gpus())
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if uses_gpu else "cpu"
 
     checksums = (meta.get("data") or {}).get("sha256") or {}

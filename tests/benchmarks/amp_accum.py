@@ -4,26 +4,31 @@ Precisions: the ConvNet in two processes with one thread each, by precision, mic
 exchanged. Exchange: ResNet-18 in two processes, gradients exchanged once in four microbatches or each time, and the
 same training written with Accelerate and with Lightning Fabric. Bits: ResNet-50 in one process with two threads, bf16
 and channels_last apart and together, beside a large matrix product, which shows what bf16 gains at most on a processor.
+GPU: steps of ResNet-50 on one GPU in each precision.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from common.config import config
 from common.measure import plots
+from common.measure.memory import MemoryMeter
 from common.ranks.rendezvous import World
+from common.training.optimizers import build_optimizer
 from configs.amp_accum import Config
+from experiments import amp_accum
 from tests.benchmarks.drawing import Figure, heights
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
-from tests.benchmarks.measure import Samples, Side, Task, Team, require_same
+from tests.benchmarks.measure import Samples, Side, Task, Team, Values, require_same, summarize_values
 from tests.benchmarks.parts import QUIET, Part, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
@@ -164,34 +169,78 @@ def bit_table(samples: Samples, pixels: int) -> Table:
 # ---- on a GPU
 
 
-BOOLEANS = ("false", "true")
+GPU_BATCH = 128
+GPU_STEPS = 5
 GPU_SETTINGS = (
     *("model=resnet50", "accumulate=1", "processes_per_node=1", *CONSTANT_RATE),
-    *("batch=256", "data.name=generated", "data.image_size=224"),
-    *("data.samples=2560", "data.test_limit=10", "steps=30", "launch.device=cuda"),
+    *(f"batch={GPU_BATCH}", "data.name=generated", "data.image_size=224", "data.classes=1000"),
 )
+CHANNELS_LAST = "channels_last=true"
+GPU_SIDES = {
+    "fp32": ("precision=fp32",),
+    "fp32, channels_last": ("precision=fp32", CHANNELS_LAST),
+    "tf32": ("precision=tf32",),
+    "tf32, channels_last": ("precision=tf32", CHANNELS_LAST),
+    "bf16": ("precision=bf16",),
+    "bf16, channels_last": ("precision=bf16", CHANNELS_LAST),
+    "bf16, channels_last, compiled": ("precision=bf16", CHANNELS_LAST, "compile=true"),
+    "fp16": ("precision=fp16",),
+    "fp16, channels_last": ("precision=fp16", CHANNELS_LAST),
+}
 
 
-def card_sides(scratch: Path) -> list[Task]:
-    tasks = []
-    precisions = ("fp32", "tf32", "bf16", "fp16")
-    for precision, (layout, channels_last), compiled in itertools.product(precisions, LAYOUTS.items(), BOOLEANS):
-        label = f"{precision}{layout}"
-        if compiled == "true":
-            label += ", compiled"
-        settings = (f"precision={precision}", f"channels_last={channels_last}", f"compile={compiled}")
-        keep = ("samples_per_second", "training_bytes")
-        tasks.append(run_of(scratch, label, NAME, *GPU_SETTINGS, *settings, keep=keep))
-    return tasks
+def make_gpu_sides(world: World) -> dict[str, Callable[[], Values]]:
+    """Return a few steps of the experiment in each precision. All sides train on the same batch of random images."""
+    generator = torch.Generator(world.device).manual_seed(0)
+    images = torch.randn(GPU_BATCH, 3, 224, 224, device=world.device, generator=generator)
+    labels = torch.randint(1000, (GPU_BATCH,), device=world.device, generator=generator)
+    return {name: make_gpu_side(world, settings, images, labels) for name, settings in GPU_SIDES.items()}
 
 
-def card_table(samples: Samples) -> Table:
+def make_gpu_side(
+    world: World, settings: tuple[str, ...], images: torch.Tensor, labels: torch.Tensor
+) -> Callable[[], Values]:
+    """Return a function that trains for GPU_STEPS steps with the functions of the experiment."""
+    cfg = config.load_config(Config, [*QUIET, *GPU_SETTINGS, *settings], {})
+    run: Any = SimpleNamespace(device=world.device, dtype=torch.float32, sample_shape=(3, 224, 224), outputs=1000)
+    run.loss = F.cross_entropy
+    run.world = world
+    step: Any = SimpleNamespace(batch=[(images, labels)], mean_shard=GPU_BATCH)
+    step.log = lambda **_: None
+    step.mark_backward = lambda: None
+    step.clip_gradients = lambda *_: None
+    amp_accum.set_float32_precision(cfg, run)
+    torch.manual_seed(0)
+    model = amp_accum.wrap_model(cfg, amp_accum.build_model(cfg, run), run)
+    optimizer = build_optimizer(model.parameters(), cfg.optim, scaled=cfg.precision == "fp16")
+    scaler = amp_accum.make_scaler(cfg, world.device)
+
+    def train() -> Values:
+        amp_accum.set_float32_precision(cfg, run)  # a setting of the process, which all sides share
+        optimizer.zero_grad()
+        footprint = MemoryMeter(world.device)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(GPU_STEPS):
+            optimizer.zero_grad()
+            amp_accum.accumulate_gradients(cfg, run, model, scaler, step, footprint)
+            amp_accum.update_weights(cfg, model, optimizer, scaler, step)
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / GPU_STEPS
+        return {"seconds": seconds, "training_bytes": footprint.peak_bytes}
+
+    return train
+
+
+def gpu_table(samples: Samples) -> Table:
     rows = []
     for side in samples.values:
-        rate = samples.number(side, "samples_per_second")
+        milliseconds = samples.number(side, factor=1e3)
+        rate = summarize_values([GPU_BATCH / seconds for seconds in samples.list_counted(side)])
         gigabytes = samples.number(side, "training_bytes", 1e-9)
-        rows.append(Row(side, [rate, gigabytes, samples.ratio("fp32", side)]))
-    return Table(("precision", "samples/s", "memory beyond the model, GB", "speedup over fp32"), rows)
+        rows.append(Row(side, [milliseconds, rate, gigabytes, samples.ratio("fp32", side)]))
+    heads = ("ms per step", "samples/s", "memory beyond the model, GB", "speedup over fp32")
+    return Table(("precision", *heads), rows)
 
 
 def no_gpu() -> str:
@@ -234,10 +283,11 @@ EXCHANGE_PART = Part(
 )
 GPU_PART = Part(
     f"{NAME}/gpu",
-    "ResNet-50 at 224 px, batch 256, on one GPU",
-    card_sides,
-    card_table,
-    facts=("batch size 256",),
+    f"ResNet-50 at 224 px, batch {GPU_BATCH}, on one GPU",
+    lambda scratch: [Team(1, 1, make_gpu_sides, device="cuda")],
+    gpu_table,
+    drop=1,
+    facts=(f"batch size {GPU_BATCH}",),
     missing=no_gpu,
 )
 PARTS = [PRECISIONS_PART, EXCHANGE_PART, *map(make_bit_part, GOALS), GPU_PART]

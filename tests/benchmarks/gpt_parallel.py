@@ -13,10 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common.config.config import load_config
 from common.ranks.rendezvous import World
 from common.runs.result import parse_result
+from configs.gpt_parallel import Config
 from configs.layout import Layout
-from tests.benchmarks.measure import Samples, Task, Team, summarize_values
+from tests.benchmarks.amp_accum import no_gpu
+from tests.benchmarks.measure import Samples, Task, Team, Values, summarize_values
 from tests.benchmarks.parts import Part, finish, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
 
@@ -242,6 +245,77 @@ def default_table(samples: Samples) -> Table:
     return make_value_table(rows)
 
 
+# ---- on a GPU
+
+GPU_WIDTH = 1024
+GPU_LAYERS = 8
+GPU_HEADS = 16
+GPU_CONTEXT = 1024
+GPU_BATCH = 16
+GPU_STEPS = 5
+GPU_PRECISIONS = ("fp32", "tf32", "bf16")
+FLOPS = "flops"
+
+
+def make_gpu_sides(world: World) -> dict[str, Callable[[], Values]]:
+    """Return training steps of one GPT in each precision, and products of large matrices in the same precision."""
+    import torch
+
+    from common.models.gpt import GPT
+    from common.techniques.parallel_layout import layout_formulas, layout_report
+
+    torch.manual_seed(0)
+    model = GPT(GPU_CONTEXT, 256, width=GPU_WIDTH, layers=GPU_LAYERS, heads=GPU_HEADS).to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens = torch.randint(256, (GPU_BATCH, GPU_CONTEXT + 1), device=world.device)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    settings = (f"width={GPU_WIDTH}", f"layers={GPU_LAYERS}", f"heads={GPU_HEADS}", f"batch={GPU_BATCH}", "replicas=1")
+    cfg = load_config(Config, [*settings, f"data.context={GPU_CONTEXT}"], {})
+    sizes = layout_report.list_parameter_sizes(model)
+    shape = layout_report.describe_shape(cfg, model)
+    step_flops = GPU_BATCH * GPU_CONTEXT * layout_formulas.count_flops_per_token(sizes, shape, is_tied=True)
+
+    def make_step(precision: str) -> Callable[[], Values]:
+        def take_steps() -> Values:
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(GPU_STEPS):
+                optimizer.zero_grad()
+                with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                    logits = model(inputs)
+                loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+                loss.backward()
+                optimizer.step()
+            torch.cuda.synchronize()
+            seconds = (time.perf_counter() - start) / GPU_STEPS
+            return {"seconds": seconds, FLOPS: step_flops / seconds}
+
+        return take_steps
+
+    def make_product(precision: str) -> Callable[[], Values]:
+        def multiply() -> Values:
+            torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "tf32" else "ieee"
+            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+            rate = layout_report.measure_matrix_rate(dtype, world.device)
+            return {"seconds": 1 / rate, FLOPS: rate}
+
+        return multiply
+
+    steps = {precision: make_step(precision) for precision in GPU_PRECISIONS}
+    return steps | {f"product, {precision}": make_product(precision) for precision in GPU_PRECISIONS}
+
+
+def gpu_table(samples: Samples) -> Table:
+    rows = []
+    tokens = GPU_BATCH * GPU_CONTEXT
+    for precision in GPU_PRECISIONS:
+        rate = summarize_values([tokens / seconds for seconds in samples.list_counted(precision)])
+        share = samples.ratio(precision, f"product, {precision}", factor=100, name=FLOPS)
+        rows.append(Row(precision, [samples.number(precision, factor=1e3), rate, share]))
+    return Table(("precision", "ms per step", "tokens/s", "share of the rate of a matrix product, %"), rows)
+
+
 PARTS = [
     Part(
         f"{NAME}/step",
@@ -269,5 +343,14 @@ PARTS = [
         run_default,
         default_table,
         facts=("2 processes with 1 thread each",),
+    ),
+    Part(
+        f"{NAME}/gpu",
+        "a training step on one GPU",
+        lambda scratch: [Team(1, 1, make_gpu_sides, device="cuda")],
+        gpu_table,
+        drop=1,
+        facts=(f"width {GPU_WIDTH}, {GPU_LAYERS} blocks, {GPU_BATCH} samples of {GPU_CONTEXT:,} bytes",),
+        missing=no_gpu,
     ),
 ]

@@ -18,7 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from common.ranks import local_launcher, rendezvous
 from common.ranks.rank_info import RankInfo
@@ -29,20 +29,23 @@ NOISY = 0.1  # share of the machine used by others during a turn, above which it
 SLACK = 0.03  # seconds: the resolution of /proc
 ENOUGH = 5  # undisturbed rounds
 PATIENCE = 600.0  # seconds for one turn
-Side = Callable[[], float]
 Values = Mapping[str, float]
+Side = Callable[[], float | Values]
 
 
 @dataclasses.dataclass(frozen=True)
 class Team:
     """Processes that measure together: in each, `sides(world)` gives the functions that can be called, by name.
 
-    A side runs once per call, on all processes of its team at the same time, and returns seconds; rank 0's count.
+    A side runs once per call, on all processes of its team at the same time, and returns seconds, or several numbers
+    by name, such as `seconds`. Those of rank 0 count.
     """
 
     size: int
     threads: int
-    sides: Callable[[World], dict[str, Side]]
+    sides: Callable[[World], Mapping[str, Side]]
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the processes. With cuda, each of them needs a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +189,7 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
         local_launcher.redirect_output(Path(os.devnull), keep_stdout=False)
         store = f"{place.master}-{teams.index(team)}"
         seat = RankInfo(rank, team.size, rank, team.size, master=store)
-        with rendezvous.join_world(seat, Launch(device="cpu", threads=team.threads)) as world:
+        with rendezvous.join_world(seat, Launch(device=team.device, threads=team.threads)) as world:
             serve(team.sides(world), pipes[place.rank][1])
 
     def meanwhile() -> None:
@@ -254,7 +257,8 @@ def call_team(team: Sequence[Connection], side: str) -> Callable[[int], Values]:
     def run(number: int) -> Values:
         for pipe in team:
             pipe.send(side)
-        return {"seconds": hear_all(team)[0]}
+        measured = hear_all(team)[0]
+        return measured if isinstance(measured, Mapping) else {"seconds": measured}
 
     return run
 

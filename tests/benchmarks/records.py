@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,8 @@ class Record:
     def __init__(self, folder: Path = RESULTS) -> None:
         date = provenance.format_utc_now()[:10]
         machine = describe_machine()
-        cpu = f"{machine['cpu']}".lower().replace("(r)", "")
-        slug = re.sub(r"[^a-z0-9]+", "-", cpu).strip("-")
+        names = f"{machine['cpu']} {machine.get('gpu', '')}".lower().replace("(r)", "")
+        slug = re.sub(r"[^a-z0-9]+", "-", names).strip("-")
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.written: list[str] = []  # the parts that this record was given
 
@@ -121,7 +122,19 @@ class Record:
 def describe_machine() -> Json:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
-    return {"cpu": provenance.read_cpu_model() or platform.machine(), "cores": cores, "memory_gb": round(memory / 1e9)}
+    machine = {"cpu": provenance.read_cpu_model() or platform.machine(), "cores": cores}
+    gpu = read_gpu_name()
+    return machine | {"memory_gb": round(memory / 1e9)} | ({"gpu": gpu} if gpu else {})
+
+
+def read_gpu_name() -> str:
+    """Return the name of the first NVIDIA GPU; empty without one. CUDA would prevent later forks from using the GPU."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return process.stdout.partition("\n")[0].strip()
 
 
 # ---- reading
@@ -213,7 +226,8 @@ def origin_of(part: Mapping[str, Any], facts: Sequence[str], method: str) -> str
 def describe_cores(machine: Mapping[str, Any]) -> str:
     """Describe the machine of a record."""
     memory = f", {machine['memory_gb']} GB of memory" if machine.get("memory_gb") else ""
-    return f"{machine['cpu']}, {machine['cores']} cores{memory}"
+    gpu = f"{machine['gpu']}; " if machine.get("gpu") else ""
+    return f"{gpu}{machine['cpu']}, {machine['cores']} cores{memory}"
 
 
 def count_rounds(part: Mapping[str, Any]) -> list[str]:

@@ -46,9 +46,9 @@ def list_routes(plan: Schedule, shapes: Sequence[torch.Size], size: int) -> list
 class StageMessages:
     """Messages that one rank sends and receives in a step.
 
-    In each step, call `post_receives` first, then `receive` and `send`, and finally `wait_until_sent`. All receives
-    from the network are posted at the start of a step, and the rank waits for its sends only at the end. Messages
-    therefore overlap computation.
+    In each step, call `post_receives` first, then `receive` and `send`, and finally `wait_until_sent`. With gloo, all
+    receives from the network are posted at the start of a step, and the rank waits for its sends only at the end.
+    Messages therefore overlap computation. With nccl, a receive is posted when its tensor is needed.
     """
 
     def __init__(
@@ -68,23 +68,44 @@ class StageMessages:
         if transport == "auto" and world.device.type == "cpu":
             self.memory = open_shared_memory(world, local_routes, dtype)
         self.in_memory = frozenset(route.consumer for route in local_routes if self.memory)
-        self.buffers: list[tuple[Action, Tensor]] = []
+        self.buffers: dict[Action, Tensor] = {}
+        """Buffers of the messages from the network, in the order in which each rank sends its messages."""
         for route in routes:
             if route.target == world.rank and route.consumer not in self.in_memory:
-                buffer = torch.empty(route.shape, dtype=dtype, device=world.device)
-                self.buffers.append((route.consumer, buffer))
-        self.receives: dict[Action, tuple[dist.Work, Tensor]] = {}
+                self.buffers[route.consumer] = torch.empty(route.shape, dtype=dtype, device=world.device)
+        self.receives: dict[Action, dist.Work] = {}
+        """Posted receives whose tensors are not used yet."""
+        self.unposted: list[Action] = []
+        """Consumers of the messages whose receives are not posted yet, in the order of `buffers`."""
         self.within_rank: dict[Action, Tensor] = {}
         self.shared_memory_bytes = 0
         """Bytes that this rank has sent through shared memory in the current step."""
 
     def post_receives(self, count: int) -> None:
-        """Post all receives of a step with `count` microbatches from the network."""
+        """Start a step with `count` microbatches. With gloo, post all receives from the network.
+
+        A receive of nccl occupies the GPU until the message arrives. If CUDA loads a kernel in the meantime, it waits
+        for the receive to end (CUDA C++ Programming Guide, "Lazy Loading"). The kernel may be that of the forward pass
+        for whose output the sender waits. With nccl, a rank therefore posts a receive only when it needs the tensor.
+        """
         self.shared_memory_bytes = 0
         self.receives = {}
-        for action, buffer in self.buffers:
-            if action.microbatch < count:
-                self.receives[action] = (self.network.receive(action, buffer), buffer)
+        self.unposted = [action for action in self.buffers if action.microbatch < count]
+        if self.world.backend != "nccl":
+            self.receives = {action: self.network.receive(action, self.buffers[action]) for action in self.unposted}
+
+    def _post_receives_until(self, consumer: Action) -> None:
+        """Post the receive of a message, and before it those of all earlier messages in the same sequence.
+
+        nccl matches the messages of a sequence by their order.
+        """
+        sequence = self.network.get_sequence(consumer)
+        for earlier in list(self.unposted):
+            if self.network.get_sequence(earlier) == sequence:
+                self.unposted.remove(earlier)
+                self.receives[earlier] = self.network.receive(earlier, self.buffers[earlier])
+            if earlier == consumer:
+                return
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Send a tensor (activation or gradient of a microbatch) to the rank of the action that consumes the tensor."""
@@ -102,9 +123,10 @@ class StageMessages:
             return self.within_rank.pop(consumer)
         if self.memory and consumer in self.in_memory:
             return self.memory.receive(consumer)
-        work, buffer = self.receives.pop(consumer)
-        work.wait()
-        return buffer
+        if consumer not in self.receives:
+            self._post_receives_until(consumer)
+        self.receives.pop(consumer).wait()
+        return self.buffers[consumer]
 
     def wait_until_sent(self) -> None:
         """Wait until all tensors of the step have been sent."""
@@ -143,6 +165,10 @@ class NetworkMessages:
         work = dist.irecv(buffer, self.world.get_global_rank(source), group, self._make_tag(consumer))
         assert work is not None
         return work
+
+    def get_sequence(self, consumer: Action) -> tuple[str, int, int]:
+        """Return the sequence of messages to which a message belongs: its kind, source and target."""
+        return consumer.kind, *self._find_ranks(consumer)
 
     def wait_for_sends(self, max_pending: int = 0) -> None:
         """Wait until at most `max_pending` tensors remain to be sent."""

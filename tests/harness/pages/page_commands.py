@@ -26,6 +26,7 @@ CI_COMMANDS = {
 }  # lines of .ci/run
 COMMANDS_TESTED_ELSEWHERE = {
     "make requirements": "needs the package index",
+    "make test-gpu": "needs an NVIDIA GPU",
     "make tables": "tests/commands/test_numbers.py",
     "make test": "a part of make test-all",
     "make leet": "tests/complete/test_wandb_host.py",

@@ -437,7 +437,7 @@ GPT_PARALLEL = ParityMethod(
     ranks_setting="",
     replacements=[
         (gpt_parallel, "TextReport", lambda original, run, prompt: ReportData({})),
-        (layout_report, "PRODUCT_SIZE", 8),  # the rate of large matrix products takes longer than a case
+        (layout_report, "PRODUCT_SIZES", {"cpu": 8}),  # the rate of large matrix products takes longer than a case
     ],
     changes=CHANGES,
     build_model=build_gpt,

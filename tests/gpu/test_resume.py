@@ -1,0 +1,39 @@
+"""A resumed run on a GPU equals an uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.commands.processes import Settings
+from tests.harness.experiments.registry import Entry
+from tests.harness.gpu.gpu_runs import (
+    DEVICE,
+    FIRST_GPU,
+    GPU_TRAINING_ENTRIES,
+    compare_runs,
+    resume_on_gpu,
+    train_on_gpu,
+)
+from tests.harness.runs.resuming import copy_as_interrupted
+
+INTERRUPTED_AFTER = 6
+CASES = []
+for gpu_entry in GPU_TRAINING_ENTRIES:
+    for number, variant in enumerate([gpu_entry.make_rank_settings(2), *gpu_entry.resume_variants]):
+        CASES.append(pytest.param(gpu_entry, variant, id=f"{gpu_entry.name}-{number}"))
+
+
+@pytest.mark.parametrize(("entry", "variant"), CASES)
+def test_a_resumed_run_equals_an_uninterrupted_run(
+    entry: Entry, variant: Settings, small: Settings, tmp_path: Path
+) -> None:
+    if DEVICE == "cuda" and "context=2" in variant:
+        pytest.skip("context parallelism runs on CPUs only")
+    settings = [setting.replace("cpu,cpu", f"{FIRST_GPU},{FIRST_GPU}") for setting in variant]
+    steps = ("steps=10", "checkpoint.every_steps=3")
+    complete = train_on_gpu(entry.name, *small, *settings, *steps, runs=tmp_path / "complete").folder
+    folder = copy_as_interrupted(complete, INTERRUPTED_AFTER, tmp_path)
+    assert f"resumed from step {INTERRUPTED_AFTER}" in resume_on_gpu(entry, folder)
+    assert compare_runs(folder, complete) == 0

@@ -1,0 +1,1 @@
+"""Runs on GPUs for the tests of tests/gpu."""
