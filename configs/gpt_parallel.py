@@ -12,9 +12,44 @@ from configs.fields import at_least, between, flat
 from configs.layout import Layout
 from configs.networks import choose_hidden_width, network_field
 from configs.shared import InitialWeights, TrainingExperiment
+from configs.strategies import Refusal, Strategies
 
 BYTE_VOCABULARY = 256
 """Number of different tokens of a text whose tokens are bytes."""
+STRATEGIES = Strategies(
+    degrees={
+        "replicas": ({},),
+        "fsdp": ({}, {"reshard": "false"}),
+        "context": ({},),
+        "tensor": ({}, {"sequence": "true"}),
+    },
+    run={"steps": "30", "evaluate_every": "0", "data.test_limit": "64", "prompt": "d"},
+)
+GPT_ONLY = "with model={model}, use replicas instead"
+REFUSED = (
+    Refusal("tensor>1", "model!=gpt", "tensor, context and fsdp divide model=gpt only", GPT_ONLY),
+    Refusal("context>1", "model!=gpt", "tensor, context and fsdp divide model=gpt only", GPT_ONLY),
+    Refusal("fsdp>1", "model!=gpt", "tensor, context and fsdp divide model=gpt only", GPT_ONLY),
+    Refusal(
+        "dropout>0", "model!=gpt", "dropout={dropout} applies to model=gpt only",
+        "omit dropout, or add dropout layers to the custom network",
+    ),
+    Refusal(
+        "context>1", "launch.device=cuda", "context runs on CPUs only", "set launch.device=cpu, or use context=1"
+    ),
+    Refusal(
+        "sequence=true", "tensor=1", "sequence=true divides the tokens among the ranks of tensor parallelism",
+        "set tensor=2 or more, or omit sequence=true",
+    ),
+    Refusal(
+        "reshard=false", "fsdp=1", "reshard=false applies to fsdp only",
+        "set fsdp=2 or more, or omit reshard=false",
+    ),
+    Refusal(
+        "precision=bf16", "dtype=float64", "precision=bf16 cannot be combined with dtype=float64", "omit one of them"
+    ),
+)  # fmt: skip
+"""Combinations of settings that are refused. Sizes that a degree does not divide are refused by `Layout.check`."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +173,8 @@ class Config(TrainingExperiment):
     smallest_settings: ClassVar[tuple[str, ...]] = (
         *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "batch=16", "optim.warmup=0"),
     )
+    strategies: ClassVar[Strategies] = STRATEGIES
+    refused: ClassVar[tuple[Refusal, ...]] = REFUSED
 
     model: str = network_field("gpt", "gpt")
     """Network to train. gpt is a decoder-only transformer. FILE.py:Class is a custom network, which maps tokens int64
@@ -181,24 +218,13 @@ class Config(TrainingExperiment):
         super().check()
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
-        is_divided = self.layout.tensor > 1 or self.layout.context > 1 or self.layout.fsdp > 1
-        if is_divided and self.model != "gpt":
-            degrees = "tensor, context and fsdp"
-            raise ValueError(f"{degrees} divide model=gpt only; with model={self.model}, use replicas instead")
-        if self.layout.context > 1 and self.launch.device == "cuda":
-            raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
-        if self.dtype == "float64" and self.precision == "bf16":
-            raise ValueError("precision=bf16 cannot be combined with dtype=float64; omit one of them")
         if self.loss != "cross_entropy":
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":
             self.size.check()
-        elif self.dropout:
-            remedy = "omit dropout, or add dropout layers to the custom network"
-            raise ValueError(f"dropout={self.dropout:g} applies to model=gpt only; {remedy}")
         divisor = self.layout.data_shards * self.accumulate
         if self.batch % divisor:
             problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"

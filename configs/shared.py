@@ -15,6 +15,7 @@ from configs.batch_plan import BatchPlan, check_sample_count
 from configs.data_rules import TRAIN_SAMPLES, check_data
 from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
+from configs.strategies import Refusal, Strategies
 
 BACKEND_SETUPS = {"builtin": "common.backend.setup"}
 """Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
@@ -85,6 +86,9 @@ class Log:
     """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
+    memory: bool = field(default=False, metadata={"needs_model": True})
+    """Measure the first step of each attempt: the bytes of the training state, the activations and the sent messages of
+    each rank."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -167,6 +171,12 @@ class Experiment:
 
     rank_settings: ClassVar[str] = "processes_per_node"
     """Settings that determine the number of ranks, as messages name them."""
+
+    strategies: ClassVar[Strategies | None] = None
+    """Strategies that `make sweep GRID=configs/sweeps/strategies.py` compares; None if there is no choice."""
+
+    refused: ClassVar[tuple[Refusal, ...]] = ()
+    """Pairs of settings that cannot be combined."""
 
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""

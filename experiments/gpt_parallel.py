@@ -25,7 +25,6 @@ from common.techniques.language_model.report import TextReport, add_bits_per_byt
 from common.techniques.language_model.targets import count_valid_tokens, mask_targets
 from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.layout_report import LayoutReport
-from common.techniques.parallel_layout.step_meter import StepMeter
 from configs.gpt_parallel import Config
 
 from typing import Any
@@ -63,8 +62,7 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)
-    meter = StepMeter(network, optimizer)  # measures memory and messages of the first step
-    run.add_hook(meter)
+    meter = run.add_step_meter()  # measures memory and messages of the first step
 
     autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
 

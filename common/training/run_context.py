@@ -36,6 +36,7 @@ from configs.shared import Experiment
 
 if TYPE_CHECKING:
     from common.training.gradient_norm import GradientNorm
+    from common.training.step_meter import StepMeter
 
 HEARTBEAT_SECONDS = 5.0
 H = TypeVar("H", bound=StepHook)
@@ -79,6 +80,8 @@ class RunContext(RunData):
         """Hook that recovers from the loss of a rank; None unless the run is elastic."""
         self.gradient_norm: GradientNorm | None = None
         """Hook that computes the norm of the gradients; None unless log.gradient_norm=true."""
+        self.shared_memory_bytes = 0
+        """Bytes that this rank sends to other ranks through shared memory in each step."""
         self.metrics: MetricsLog | None = None
         self.state: TrainState | None = None
         """What is trained and saved; None before it is registered."""
@@ -142,6 +145,8 @@ class RunContext(RunData):
 
             self.gradient_norm = GradientNorm(state, self.world if loss_rank != MEAN else None)
             self.add_hook(self.gradient_norm)
+        if self.cfg.log.memory:
+            self.add_step_meter()
 
     def start_loop(self) -> None:
         """Record the start of the loop over the steps. Raises RuntimeError if a loop was started before.
@@ -186,6 +191,20 @@ class RunContext(RunData):
         """Add the hook that recovers from the loss of a rank."""
         self.recovery = recovery
         self.hooks.append(recovery)
+
+    def add_step_meter(self) -> StepMeter:
+        """Measure the memory and the messages of this rank in the first step of this attempt.
+
+        Call this method after `register`, on all ranks. Another call returns the same meter.
+        """
+        from common.training.step_meter import StepMeter  # imported here because most runs do not measure memory
+
+        meter = self.find_hook(StepMeter)
+        if meter is None:
+            assert self.state is not None and self.state.optimizer is not None
+            meter = StepMeter(self.state.parts, self.state.optimizer, self.shared_memory_bytes)
+            self.add_hook(meter)
+        return meter
 
     def find_hook(self, kind: type[H]) -> H | None:
         """Return the first hook of a class, or None if there is none."""

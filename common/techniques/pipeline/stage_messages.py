@@ -68,6 +68,11 @@ class StageMessages:
         if transport == "auto" and world.device.type == "cpu":
             self.memory = open_shared_memory(world, local_routes, dtype)
         self.in_memory = frozenset(route.consumer for route in local_routes if self.memory)
+        self.shared_memory_bytes = 0
+        """Bytes that this rank sends through shared memory in each step."""
+        for route in local_routes:
+            if self.memory and route.source == world.rank:
+                self.shared_memory_bytes += route.shape.numel() * dtype.itemsize
         self.buffers: list[tuple[Action, Tensor]] = []
         for route in routes:
             if route.target == world.rank and route.consumer not in self.in_memory:

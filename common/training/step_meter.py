@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from common.measure.metrics_log import Values
+from common.ranks.rendezvous import World
+from common.runs.result import ReportData
 from common.training.hooks import StepHook
 
 COLLECTIVE_NAMESPACE = "c10d"
@@ -31,36 +33,51 @@ class StepMeter(StepHook):
     """Hook that measures the first step of an attempt.
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
-    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
-    size of the storages that autograd saves for the backward pass of one microbatch, without parameters. Of tokens,
-    which share a storage with later batches, only those of the microbatch are counted.
+    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the
+    largest size of the storages that autograd saves for the backward pass at any time of the step, without parameters.
+    Of the batches of the data loader, which share a storage, only the part of the step is counted.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model = model
+    def __init__(self, parts: Sequence[nn.Module], optimizer: Optimizer, shared_memory_bytes: int = 0) -> None:
+        """Prepare the measurement of the parts of the model that this rank trains.
+
+        `shared_memory_bytes` is the number of bytes that this rank sends through shared memory in each step.
+        """
+        self.parts = parts
         self.optimizer = optimizer
+        self.shared_memory_bytes = shared_memory_bytes
         self.is_done = False
         self.contexts = contextlib.ExitStack()
         self.collectives = CollectiveCounter()
         self.gathered_parameters = GatheredParameters()
-        self.saved_tensors = SavedTensors(model)
+        self.saved_tensors = SavedTensors(parts)
         self.memory: dict[str, int] = {}
         """Bytes by category: parameters, peak_parameters, gradients, optimizer, activations, buffers."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent in the measured step."""
-        return round(self.collectives.sent_bytes)
+        return round(self.collectives.sent_bytes) + self.shared_memory_bytes if self.is_done else 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training state: parameters at their peak, gradients and optimizer state."""
+        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer"))
 
     def before_step(self) -> None:
-        """Start to observe the first step."""
-        if not self.is_done:
-            free_gathered_parameters(self.model)
-            self.contexts.enter_context(self.collectives)
-            self.contexts.enter_context(self.gathered_parameters)
-            self.contexts.enter_context(self.saved_tensors.hooks)
-            self.saved_tensors.start()
+        """Start to observe the first step, or start again if the step is repeated."""
+        if self.is_done:
+            return
+        self.contexts.close()
+        for part in self.parts:
+            free_gathered_parameters(part)
+        self.collectives = CollectiveCounter()
+        self.gathered_parameters = GatheredParameters()
+        self.saved_tensors = SavedTensors(self.parts)
+        for context in (self.collectives, self.gathered_parameters, self.saved_tensors.hooks):
+            self.contexts.enter_context(context)
+        self.contexts.callback(self.saved_tensors.remove_hooks)
 
     def collect_values(self) -> Values:
         """Measure the memory at the end of the first step. The gradients still exist."""
@@ -73,8 +90,26 @@ class StepMeter(StepHook):
     def on_end(self) -> None:
         self.contexts.close()
 
+    def gather_report(self, world: World) -> ReportData:
+        """Report the memory and the sent bytes of each rank. The lists are empty if an attempt had no step."""
+        ranks = world.gather([self.state_bytes, self.memory.get("activations", 0), self.sent_bytes])
+        if not ranks or not self.is_done:
+            return ReportData()
+        state, activations, sent = (list(values) for values in zip(*ranks, strict=True))
+        lines = [
+            f"training state: {max(state) / 1e6:.3f} MB",
+            f"activations: {max(activations) / 1e6:.3f} MB",
+            f"sent: {max(sent) / 1e6:.3f} MB",
+        ]
+        measured = {"rank_state_bytes": state, "rank_activation_bytes": activations, "rank_sent_bytes": sent}
+        return ReportData({"memory and messages": "\n".join(lines)}, measured=measured)
+
     def _measure_memory(self) -> dict[str, int]:
-        parameters = list(self.model.parameters())
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for part in self.parts:
+            parameters += part.parameters()
+            buffers += part.buffers()
         state: list[Any] = []
         for values in self.optimizer.state.values():
             state += values.values()
@@ -84,8 +119,8 @@ class StepMeter(StepHook):
             "peak_parameters": stored + self.gathered_parameters.peak_bytes,
             "gradients": count_bytes(parameter.grad for parameter in parameters),
             "optimizer": count_bytes(state),
-            "activations": self.saved_tensors.bytes,
-            "buffers": count_bytes(self.model.buffers()),
+            "activations": self.saved_tensors.peak_bytes,
+            "buffers": count_bytes(buffers),
         }
 
 
@@ -107,58 +142,75 @@ def count_bytes(values: Iterable[Any]) -> int:
     return total
 
 
-class SavedTensors:
-    """The storages that autograd saves for the backward pass of the first microbatch of a step.
+class SavedTensor:
+    """A tensor that autograd keeps for the backward pass. It is released when autograd frees it."""
 
-    The data loader keeps several batches of tokens in one storage. Tokens are therefore counted by their own size.
+    def __init__(self, tensor: Tensor, address: int, release: Callable[[int], None]) -> None:
+        self.tensor = tensor
+        self.address = address
+        self.release = release
+
+    def __del__(self) -> None:
+        self.release(self.address)
+
+
+class SavedTensors:
+    """The storages that autograd holds for the backward passes of a step, and their largest size at any time.
+
+    A storage is counted once, however many tensors use it. The data loader keeps several batches in one storage.
+    Therefore, inputs of the model and integers, such as targets, are counted by their own size.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.hooks = saved_tensors_hooks(self.record, lambda tensor: tensor)
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+        self.hooks = saved_tensors_hooks(self.save, lambda saved: saved.tensor)
         self.sizes: dict[int, int] = {}
-        """Size in bytes of each storage, and of each tensor of tokens, by its address."""
-        self.storages: list[Any] = []
-        """The storages, so that no address is used again during the measurement."""
-        self.has_ended = False
-        self.registration: RemovableHandle | None = None
-        self.is_recording = False
+        """Size in bytes of each storage that is held, and of each tensor that is counted by its own size."""
+        self.holders: Counter[int] = Counter()
+        """Number of saved tensors by the same addresses."""
+        self.input_storages: set[int] = set()
+        self.bytes = 0
+        self.peak_bytes = 0
+        """Largest value of `bytes`, the size of all storages that are held."""
+        self.registrations = [part.register_forward_pre_hook(self._note_inputs) for part in parts]
 
-    def start(self) -> None:
-        """Record the saved tensors from the next forward pass of the model."""
-        self.registration = self.model.register_forward_pre_hook(self._start_microbatch)
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the model."""
+        for registration in self.registrations:
+            registration.remove()
 
-    @property
-    def bytes(self) -> int:
-        """Size of all storages together."""
-        return sum(self.sizes.values())
+    def _note_inputs(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note the storages of inputs that have no gradient: the batches of the data loader."""
+        for value in inputs:
+            if isinstance(value, Tensor) and not value.requires_grad:
+                self.input_storages.add(value.untyped_storage().data_ptr())
 
-    def _start_microbatch(self, model: nn.Module, inputs: Any) -> None:
-        """Record from the first forward pass until the second one."""
-        self.is_recording = not self.has_ended
-        if self.has_ended and self.registration is not None:
-            self.registration.remove()
-            self.storages.clear()
-        self.has_ended = True
+    def save(self, tensor: Tensor) -> SavedTensor:
+        """Count the storage of a tensor until autograd frees the result, unless it belongs to a parameter."""
+        storage = tensor.untyped_storage()
+        has_own_size = tensor.dtype == torch.int64 or storage.data_ptr() in self.input_storages
+        address = tensor.data_ptr() if has_own_size else storage.data_ptr()
+        if address not in self.sizes and address not in self._list_parameter_addresses():
+            self.sizes[address] = tensor.nbytes if has_own_size else storage.nbytes()
+            self.bytes += self.sizes[address]
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self.holders[address] += 1
+        return SavedTensor(tensor, address, self._release)
 
-    def record(self, tensor: Tensor) -> Tensor:
-        """Record the storage of a saved tensor, unless it belongs to a parameter. Record tokens without the storage."""
-        if self.is_recording:
-            storage = tensor.untyped_storage()
-            is_tokens = tensor.dtype == torch.int64
-            address = tensor.data_ptr() if is_tokens else storage.data_ptr()
-            if address not in self.sizes and address not in self._list_parameter_addresses():
-                self.sizes[address] = tensor.nbytes if is_tokens else storage.nbytes()
-                self.storages.append(storage)
-        return tensor
+    def _release(self, address: int) -> None:
+        """Stop counting a storage after its last saved tensor is freed."""
+        self.holders[address] -= 1
+        if not self.holders[address]:
+            self.bytes -= self.sizes.pop(address, 0)
 
     def _list_parameter_addresses(self) -> set[int]:
         """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
         addresses = set()
-        for parameter in self.model.parameters():
-            detached = parameter.detach()
-            local = detached.to_local() if hasattr(detached, "to_local") else detached
-            addresses.add(local.untyped_storage().data_ptr())
+        for part in self.parts:
+            for parameter in part.parameters():
+                detached = parameter.detach()
+                local = detached.to_local() if hasattr(detached, "to_local") else detached
+                addresses.add(local.untyped_storage().data_ptr())
         return addresses
 
 
