@@ -86,9 +86,9 @@ class Log:
     """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
-    memory: bool = field(default=False, metadata={"needs_model": True})
-    """Measure the first step of each attempt: the bytes of the training state, the activations and the sent messages of
-    each rank."""
+    memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
+    """Number of the step of each attempt in which each rank measures the bytes of its training state, its activations
+    and its sent messages; 0 disables the measurement."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 

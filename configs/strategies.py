@@ -113,10 +113,20 @@ class Strategies:
                 candidates.append(settings | chosen)
         return candidates
 
+    @property
+    def varied_settings(self) -> set[str]:
+        """Names of all settings in which the strategies differ."""
+        names = set(self.degrees)
+        for variants in (*self.degrees.values(), self.undivided.values(), self.options):
+            for variant in variants:
+                names |= variant.keys()
+        return names
+
     def format_label(self, settings: Settings) -> str:
         """Return the label of a strategy, such as `fsdp=2 tensor=2 sequence=true`: without degrees of 1."""
         degrees = [f"{name}={settings[name]}" for name in self.degrees if settings[name] != "1"]
-        others = [f"{name}={value}" for name, value in settings.items() if name not in self.degrees]
+        varied = self.varied_settings - self.degrees.keys()
+        others = [f"{name}={value}" for name, value in settings.items() if name in varied]
         return " ".join([*(degrees or ["one process"]), *others])
 
 

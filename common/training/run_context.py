@@ -193,7 +193,7 @@ class RunContext(RunData):
         self.hooks.append(recovery)
 
     def add_step_meter(self) -> StepMeter:
-        """Measure the memory and the messages of this rank in the first step of this attempt.
+        """Measure the memory and the messages of this rank in one step of this attempt (`log.memory`, by default 1).
 
         Call this method after `register`, on all ranks. Another call returns the same meter.
         """
@@ -202,7 +202,13 @@ class RunContext(RunData):
         meter = self.find_hook(StepMeter)
         if meter is None:
             assert self.state is not None and self.state.optimizer is not None
-            meter = StepMeter(self.state.parts, self.state.optimizer, self.shared_memory_bytes)
+            meter = StepMeter(
+                self.state.parts,
+                self.state.optimizer,
+                step=max(1, self.cfg.log.memory),
+                shared_memory_bytes=self.shared_memory_bytes,
+                local_parts=self.local_parts,
+            )
             self.add_hook(meter)
         return meter
 

@@ -1,4 +1,4 @@
-"""Measurement of one training step: memory of a rank by category, and bytes that it sends."""
+"""Measurement of one training step: memory of a rank by category, and bytes that it sends (`log.memory`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common.checkpoint.local_part import LocalPart
 from common.measure.metrics_log import Values
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
@@ -30,7 +31,7 @@ SEND = "send"
 
 
 class StepMeter(StepHook):
-    """Hook that measures the first step of an attempt.
+    """Hook that measures one step of an attempt.
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
     Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the
@@ -39,21 +40,33 @@ class StepMeter(StepHook):
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], optimizer: Optimizer, shared_memory_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        *,
+        step: int = 1,
+        shared_memory_bytes: int = 0,
+        local_parts: Mapping[str, LocalPart] | None = None,
+    ) -> None:
         """Prepare the measurement of the parts of the model that this rank trains.
 
-        `shared_memory_bytes` is the number of bytes that this rank sends through shared memory in each step.
+        `step` is the number of the measured step, counted from 1 in each attempt. `shared_memory_bytes` is the number
+        of bytes that this rank sends through shared memory in each step. `local_parts` contains further state of this
+        rank by name.
         """
         self.parts = parts
         self.optimizer = optimizer
+        self.steps_to_wait = step - 1
         self.shared_memory_bytes = shared_memory_bytes
+        self.local_parts = local_parts or {}
         self.is_done = False
         self.contexts = contextlib.ExitStack()
         self.collectives = CollectiveCounter()
         self.gathered_parameters = GatheredParameters()
         self.saved_tensors = SavedTensors(parts)
         self.memory: dict[str, int] = {}
-        """Bytes by category: parameters, peak_parameters, gradients, optimizer, activations, buffers."""
+        """Bytes by category: parameters, peak_parameters, gradients, optimizer, local, activations, buffers."""
 
     @property
     def sent_bytes(self) -> int:
@@ -62,12 +75,12 @@ class StepMeter(StepHook):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the training state: parameters at their peak, gradients and optimizer state."""
-        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer"))
+        """Bytes of the training state: parameters at their peak, gradients, optimizer and local state."""
+        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer", "local"))
 
     def before_step(self) -> None:
-        """Start to observe the first step, or start again if the step is repeated."""
-        if self.is_done:
+        """Start to observe the measured step, or start again if the step is repeated."""
+        if self.is_done or self.steps_to_wait:
             return
         self.contexts.close()
         for part in self.parts:
@@ -80,8 +93,10 @@ class StepMeter(StepHook):
         self.contexts.callback(self.saved_tensors.remove_hooks)
 
     def collect_values(self) -> Values:
-        """Measure the memory at the end of the first step. The gradients still exist."""
-        if not self.is_done:
+        """Measure the memory at the end of the measured step. The gradients still exist."""
+        if self.steps_to_wait:
+            self.steps_to_wait -= 1
+        elif not self.is_done:
             self.is_done = True
             self.contexts.close()
             self.memory = self._measure_memory()
@@ -91,7 +106,7 @@ class StepMeter(StepHook):
         self.contexts.close()
 
     def gather_report(self, world: World) -> ReportData:
-        """Report the memory and the sent bytes of each rank. The lists are empty if an attempt had no step."""
+        """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
         ranks = world.gather([self.state_bytes, self.memory.get("activations", 0), self.sent_bytes])
         if not ranks or not self.is_done:
             return ReportData()
@@ -113,12 +128,16 @@ class StepMeter(StepHook):
         state: list[Any] = []
         for values in self.optimizer.state.values():
             state += values.values()
+        local_state: list[Tensor] = []
+        for part_state in self.local_parts.values():
+            local_state += list_tensors(part_state.state_dict())
         stored = count_bytes(parameters)
         return {
             "parameters": stored,
             "peak_parameters": stored + self.gathered_parameters.peak_bytes,
             "gradients": count_bytes(parameter.grad for parameter in parameters),
             "optimizer": count_bytes(state),
+            "local": count_bytes(local_state),
             "activations": self.saved_tensors.peak_bytes,
             "buffers": count_bytes(buffers),
         }
@@ -130,6 +149,16 @@ def free_gathered_parameters(model: nn.Module) -> None:
         reshard: Any = getattr(module, "reshard", None)  # added by fully_shard
         if reshard is not None:
             reshard()
+
+
+def list_tensors(state: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts."""
+    if isinstance(state, Mapping):
+        tensors: list[Tensor] = []
+        for value in state.values():
+            tensors += list_tensors(value)
+        return tensors
+    return [state] if isinstance(state, Tensor) else []
 
 
 def count_bytes(values: Iterable[Any]) -> int:
