@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from common.checkpoint.local_part import LocalPart
 from common.measure.metrics_log import Values
@@ -88,9 +89,8 @@ class StepMeter(StepHook):
         self.collectives = CollectiveCounter()
         self.gathered_parameters = GatheredParameters()
         self.saved_tensors = SavedTensors(self.parts)
-        for context in (self.collectives, self.gathered_parameters, self.saved_tensors.hooks):
+        for context in (self.collectives, self.gathered_parameters, self.saved_tensors):
             self.contexts.enter_context(context)
-        self.contexts.callback(self.saved_tensors.remove_hooks)
 
     def collect_values(self) -> Values:
         """Measure the memory at the end of the measured step. The gradients still exist."""
@@ -184,7 +184,7 @@ class SavedTensor:
 
 
 class SavedTensors:
-    """The storages that autograd holds for the backward passes of a step, and their largest size at any time.
+    """Context in which the storages that autograd holds for backward passes are observed.
 
     A storage is counted once, however many tensors use it. The data loader keeps several batches in one storage.
     Therefore, inputs of the model and integers, such as targets, are counted by their own size.
@@ -201,10 +201,15 @@ class SavedTensors:
         self.bytes = 0
         self.peak_bytes = 0
         """Largest value of `bytes`, the size of all storages that are held."""
-        self.registrations = [part.register_forward_pre_hook(self._note_inputs) for part in parts]
+        self.registrations: list[RemovableHandle] = []
 
-    def remove_hooks(self) -> None:
-        """Remove the hooks from the model."""
+    def __enter__(self) -> SavedTensors:
+        self.registrations = [part.register_forward_pre_hook(self._note_inputs) for part in self.parts]
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
         for registration in self.registrations:
             registration.remove()
 

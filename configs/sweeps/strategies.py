@@ -17,6 +17,6 @@ def list_points(strategies: Strategies, ranks: int, nodes: int = 1) -> list[dict
 
     The checks of the config may refuse some of them.
     """
-    host: Settings = {"launch.nodes": "1"} if nodes > 1 else {}
+    host = {"launch.nodes": "1"} if nodes > 1 else {}
     points = [settings | host for settings in strategies.list_candidates(1)]
     return points + strategies.list_candidates(ranks, nodes) if ranks > 1 else points

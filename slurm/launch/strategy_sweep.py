@@ -17,11 +17,11 @@ from common.config.command_line import parse_command_line
 from common.runs import provenance
 from common.system.errors import UserError
 from common.system.text import format_count
-from configs.shared import Experiment
+from configs.shared import Experiment, Launch
 from configs.strategies import Settings, Strategies
 from configs.sweeps import strategies as strategy_grid
 from slurm.arguments import check_experiment_name, parse_count
-from slurm.launch.sweep_file import SweepPlan, make_point
+from slurm.launch.sweep_file import SweepPlan, SweepPoint, make_point
 from slurm.launch.sweep_folder import SweepFolder
 from slurm.reports import strategies as strategy_report
 
@@ -64,9 +64,9 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> Sweep
 
     schema = config.import_schema(experiment)
     settings = {**strategy_grid.SETTINGS, **strategies.run, **given}
-    settings |= choose_device(schema, settings, ranks)
     reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given))
-    load_strategy(schema, settings, reference)  # an error in other settings is raised here
+    cfg = load_strategy(schema, settings, reference)  # raises the error of a setting that all strategies share
+    settings |= choose_device(cfg.launch, ranks)
     legal = [reference]
     refused: dict[str, str] = {}
     for point in others:
@@ -77,11 +77,11 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> Sweep
             refused[strategies.format_label(point)] = str(error)
 
     name = make_sweep_name(experiment, ranks, given)
-    points = []
+    points: list[SweepPoint] = []
     for repeat in range(rounds):
         for values in legal:
-            point = make_point(name, experiment, settings, values, repeat)
-            points.append(dataclasses.replace(point, title=strategies.format_label(values)))
+            checked = make_point(name, experiment, settings, values, repeat)
+            points.append(dataclasses.replace(checked, title=strategies.format_label(values)))
     return SweepPlan(name, experiment, settings, points, parallel=1, refused=refused, compares_strategies=True)
 
 
@@ -102,10 +102,9 @@ def check_overrides(given: Settings, strategies: Strategies) -> None:
         raise UserError(f"ARGS sets {names}, but the sweep compares all values; omit {names}")
 
 
-def choose_device(schema: type[Experiment], settings: Settings, ranks: int) -> dict[str, str]:
+def choose_device(launch: Launch, ranks: int) -> dict[str, str]:
     """Return the setting with which all strategies use the same type of device on this machine."""
     gpus = provenance.count_visible_gpus()
-    launch = config.load_config(schema, [f"{name}={value}" for name, value in settings.items()]).launch
     if not gpus or launch.device != "auto" or launch.mixed or launch.excludes_gpus:
         return {}
     return {"launch.device": "cuda" if gpus >= ranks else "cpu"}
@@ -117,9 +116,9 @@ def parse_nodes(given: Settings) -> int:
     return max(1, int(text)) if text.isdecimal() else 1
 
 
-def load_strategy(schema: type[Experiment], settings: Settings, point: Settings) -> None:
-    """Raise UserError if the checks of the config refuse a strategy."""
-    config.load_config(schema, [f"{name}={value}" for name, value in {**settings, **point}.items()])
+def load_strategy(schema: type[Experiment], settings: Settings, point: Settings) -> Experiment:
+    """Return the config of a strategy. Raises UserError if its checks refuse the strategy."""
+    return config.load_config(schema, [f"{name}={value}" for name, value in {**settings, **point}.items()])
 
 
 def make_sweep_name(experiment: str, ranks: int, given: Mapping[str, Any]) -> str:

@@ -128,7 +128,10 @@ class StrategySummary:
     @property
     def times(self) -> list[float]:
         """Durations of the steps of all runs, in ms."""
-        return [1e3 * seconds for run in self.runs for seconds in run.step_seconds]
+        milliseconds: list[float] = []
+        for run in self.runs:
+            milliseconds += [1e3 * seconds for seconds in run.step_seconds]
+        return milliseconds
 
     @property
     def milliseconds(self) -> float:
@@ -224,19 +227,22 @@ def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], fol
 
 def describe_measurement(rows: Sequence[StrategySummary]) -> str:
     """Return the caption: number of steps and rounds, and what the columns mean."""
-    steps = sorted({len(row.runs[0].step_seconds) for row in rows})
+    runs: list[StrategyRun] = []
+    for row in rows:
+        runs += row.runs
+    steps = sorted({len(run.step_seconds) for run in runs})
     rounds = max(len(row.runs) for row in rows)
-    number = "to".join(f" {count} " for count in dict.fromkeys((steps[0], steps[-1]))).strip()
+    number = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
     lines = [
         f"step time: median [quartiles] of {number} steps after the first ones, in {format_count(rounds, 'round')}",
         "memory: training state and activations of the rank that needs most; sent: most bytes of a rank in a step",
         "loss difference: largest difference of a step's loss from that of one process",
     ]
-    threads = {(run.ranks, run.threads) for row in rows for run in row.runs}
+    threads = {(run.ranks, run.threads) for run in runs}
     if len({count for _, count in threads}) > 1:
         texts = [f"{count} with {format_count(ranks, 'rank')}" for ranks, count in sorted(threads)]
         lines.append(f"threads per rank: {', '.join(texts)}")
-    crowded = [run for row in rows for run in row.runs if run.is_oversubscribed]
+    crowded = [run for run in runs if run.is_oversubscribed]
     if crowded:
         run = crowded[0]
         lines.append(f"(oversubscribed): {run.ranks} ranks share {format_count(run.host_cores, 'core')}")
@@ -262,7 +268,7 @@ def answer_questions(rows: Sequence[StrategySummary]) -> dict[str, str]:
 def draw_figure(path: Path, experiment: str, rows: Sequence[StrategySummary]) -> None:
     """Draw the time of a step against the memory of a rank, with one numbered point per strategy."""
     points = {row.label: (row.memory_megabytes or 0.0, row.milliseconds) for row in rows}
-    run = max((run for row in rows for run in row.runs), key=lambda run: run.ranks)
+    run = max((row.runs[0] for row in rows), key=lambda run: run.ranks)
     crowded = f" on {format_count(run.host_cores, 'core')} (oversubscribed)" if run.is_oversubscribed else ""
     title = f"{experiment}: one process and {format_count(run.ranks, 'rank')}{crowded}"
     draw_labeled_points(path, points, "memory of a rank, MB", "ms per step", title=title)
