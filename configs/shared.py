@@ -1,8 +1,7 @@
 """Settings that experiments share, with one dataclass per topic. This module imports neither torch nor wandb.
 
-`Experiment` contains the settings of every run, and `TrainingExperiment` adds the settings of runs that train a model.
-The string below a field is its documentation, which `--help` prints. The `check` methods contain rules that involve
-several fields; their error messages include a remedy.
+`Experiment` contains the settings of every run, and `TrainingExperiment` adds those of runs that train a model. The
+string below a field is its documentation, which `--help` prints. The `check` methods contain rules for several fields.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from typing import ClassVar, Literal, Self
 from configs import networks
 from configs.batch_plan import BatchPlan, check_sample_count
 from configs.data_rules import TRAIN_SAMPLES, check_data
-from configs.fields import at_least, between, custom_code, file_path
+from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
-from configs.strategies import Refusal, Strategies
-from configs.tracking import Description, Wandb
+from configs.strategies import Tables
 
-BACKEND_SETUPS = {"builtin": "common.backend.setup"}
-"""Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
 OPTIMIZER_CHECKER = "common.training.custom_optimizer:check_optimizer_of_config"
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
@@ -88,10 +84,50 @@ class Log:
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
     memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
-    """Number of the step of each attempt in which each rank measures the bytes of its training state, its activations
-    and its sent messages; 0 disables the measurement."""
+    """Step of each attempt in which each rank measures the bytes of its training state, activations and messages; 0
+    disables the measurement."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
+
+
+@dataclass(frozen=True)
+class Wandb:
+    """Settings for Weights & Biases (W&B)."""
+
+    mode: Literal["auto", "online", "offline", "disabled"] = "auto"
+    """W&B mode. auto is online if an account is configured and the W&B server is reachable, and otherwise offline. The
+    environment variable WANDB_MODE overrides `wandb.mode`."""
+    project: str = "distributed-experiments"
+    """W&B project of the run."""
+    entity: str = ""
+    """W&B user or team. An empty value uses the default of the account."""
+    group: str = ""
+    """W&B group that related runs share."""
+    tags: list[str] = field(default_factory=list)
+    """Additional W&B tags. The experiment, the data set and the world size are always added as tags."""
+    model: bool = True
+    """Upload the trained model to W&B as an artifact. The run folder always contains the model."""
+    finish_timeout: float = between(1, 3600, 60)
+    """Maximum seconds to wait for W&B after training. Data not uploaded by then stays on disk for `make sync`."""
+
+    def check(self) -> None:
+        """Raise ValueError for names that W&B rejects."""
+        if not set("/\\#?%:").isdisjoint(self.project) or len(self.project) > 128:
+            raise ValueError(f"wandb.project={self.project} must have at most 128 characters and none of / \\ # ? % :")
+        for tag in self.tags:
+            if not 1 <= len(tag) <= 64:
+                raise ValueError(f"wandb.tags: {tag!r} has {len(tag)} characters; a tag must have 1 to 64")
+
+
+@dataclass(frozen=True)
+class Description:
+    """Settings that describe a run to people. They have no effect on training."""
+
+    name: str = short_text(64)
+    """Name of the run in `make status`, in `make compare` and in W&B. The name need not be unique, and commands do not
+    accept it in place of the id."""
+    notes: str = short_text(MAX_NOTES_LENGTH)
+    """Notes about the run, such as its purpose. `make note` changes the notes later."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +157,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Tables):
     """Settings of every run. A pure measurement has only these settings and its own."""
 
     can_mix_devices: ClassVar[bool] = False
@@ -132,12 +168,6 @@ class Experiment:
 
     rank_settings: ClassVar[str] = "processes_per_node"
     """Settings that determine the number of ranks, as messages name them."""
-
-    strategies: ClassVar[Strategies | None] = None
-    """Strategies that `make sweep GRID=configs/sweeps/strategies.py` compares; None if there is no choice."""
-
-    refused: ClassVar[tuple[Refusal, ...]] = ()
-    """Pairs of settings that cannot be combined."""
 
     seed: int = at_least(0, 0)
     """Seed of all random choices: initialization, data order and generated data."""

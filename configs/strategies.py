@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from configs.batch_plan import list_divisors
 
@@ -157,3 +157,12 @@ def select_one_deviation(choices: Sequence[Sequence[Settings]]) -> Iterator[tupl
     for position, entries in enumerate(choices):
         for entry in entries[1:]:
             yield (*defaults[:position], entry, *defaults[position + 1 :])
+
+
+class Tables:
+    """The tables of an experiment, as class attributes of its config."""
+
+    strategies: ClassVar[Strategies | None] = None
+    """Strategies that `make sweep GRID=configs/sweeps/strategies.py` compares; None if there is no choice."""
+    refused: ClassVar[tuple[Refusal, ...]] = ()
+    """Pairs of settings that cannot be combined."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from common.runs.tracking import wandb_account
 from common.system.errors import UserError, summarize_error
-from configs.tracking import Wandb
+from configs.shared import Wandb
 from slurm.arguments import parse_zero_or_one
 
 TITLE = "Runs compared"  # name of the workspace

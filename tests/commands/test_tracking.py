@@ -29,7 +29,7 @@ from common.runs.tracking.wandb_upload import send_missing_rows
 from common.system.errors import UserError
 from common.system.processes import Process
 from configs.mnist_pipeline import Config
-from configs.tracking import Wandb
+from configs.shared import Wandb
 from tests.harness.commands import execution
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,

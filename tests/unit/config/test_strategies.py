@@ -11,7 +11,7 @@ import pytest
 
 from common.config import config, config_keys
 from common.system.errors import UserError
-from configs.strategies import Condition, Refusal, Strategies, factorize
+from configs.strategies import Condition, Refusal, Settings, Strategies, factorize
 from configs.sweeps.strategies import list_points
 
 SCHEMAS = {name: config.import_schema(name) for name in config.list_experiments()}
@@ -119,27 +119,29 @@ def test_every_strategy_has_the_requested_number_of_ranks(name: str, ranks: int)
     assert strategies is not None
     points = list_points(strategies, ranks)
     configs = [load(name, {**strategies.run, **point}) for point in points]
-    assert [cfg.processes for cfg in configs] == [1] + [ranks] * (len(points) - 1)
-    assert len(set(map(strategies.format_label, points))) == len(points)
-    assert len(set(map(config.format_yaml, configs))) == len(points)
+    single, *divided = configs
+    assert single.processes == 1
+    assert all(cfg.processes == ranks for cfg in divided)
+    labels = set(map(strategies.format_label, points))
+    texts = set(map(config.format_yaml, configs))
+    assert len(labels) == len(texts) == len(points)
     assert ranks == 1 or strategies.varied_settings == set().union(*points)
 
 
 def test_ranks_per_host_are_divided_by_the_hosts() -> None:
     strategies = Strategies({"processes_per_node": ({"strategy": "ddp"},)})
-    assert list_points(strategies, 4, nodes=2) == [
-        {"processes_per_node": "1", "launch.nodes": "1"},
-        {"processes_per_node": "2", "strategy": "ddp"},
-    ]
+    single, divided = list_points(strategies, 4, nodes=2)
+    assert single == {"processes_per_node": "1", "launch.nodes": "1"}
+    assert divided == {"processes_per_node": "2", "strategy": "ddp"}
 
 
 def test_a_strategy_deviates_in_one_variant_or_option() -> None:
-    strategies = Strategies(
-        {"replicas": ({},), "stages": ({}, {"schedule": "zbv", "stages_per_process": "2"})},
-        undivided={"stages": {"mode": "single"}},
-        options=({}, {"recompute": "true"}),
-    )
-    assert [strategies.format_label(point) for point in list_points(strategies, 2)] == [
+    zbv = {"schedule": "zbv", "stages_per_process": "2"}
+    degrees = {"replicas": ({},), "stages": ({}, zbv)}
+    options: list[Settings] = [{}, {"recompute": "true"}]
+    strategies = Strategies(degrees, undivided={"stages": {"mode": "single"}}, options=options)
+    points = list_points(strategies, 2)
+    assert list(map(strategies.format_label, points)) == [
         "one process mode=single",
         "one process mode=single recompute=true",
         "replicas=2 mode=single",
@@ -155,20 +157,15 @@ def test_numbers_are_factorized_in_every_order() -> None:
     assert len(list(factorize(8, 3))) == 10
 
 
-@pytest.mark.parametrize(
-    "text, value, holds",
-    [
-        ("tensor>1", 2, True),
-        ("tensor>1", 1, False),
-        ("model!=gpt", "gpt", False),
-        ("sequence=true", True, True),
-        ("shards=auto", ["auto"], True),
-        ("shards=auto", ["3", "1"], False),
-        ("dropout>0", 0.2, True),
-    ],
-)
-def test_a_condition_holds_for_values_of_each_type(text: str, value: Any, holds: bool) -> None:
-    assert Condition.parse(text).holds(value) is holds
+def test_a_condition_holds_for_values_of_each_type() -> None:
+    values: dict[str, tuple[Any, Any]] = {"tensor>1": (2, 1), "model!=gpt": ("net.py:Net", "gpt")}
+    values["sequence=true"] = (True, False)
+    values["shards=auto"] = (["auto"], ["3", "1"])
+    values["dropout>0"] = (0.2, 0.0)
+    for text, (met, other) in values.items():
+        condition = Condition.parse(text)
+        assert condition.holds(met)
+        assert not condition.holds(other)
 
 
 def test_a_text_without_an_operator_is_no_condition() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from pathlib import Path
@@ -16,15 +15,21 @@ FRAME = Box(0, 0, 350, 220)
 def test_numbers_of_close_points_overlap_nothing() -> None:
     """Twenty points lie in four groups, in which all points touch each other."""
     draw = random.Random(0)
-    groups = [(60.0, 60.0), (60.0, 150.0), (200.0, 60.0), (340.0, 210.0)]
-    centers = [(x - 5 * draw.random(), y - 5 * draw.random()) for x, y in groups * 5]
-    boxes = []
-    for number, ((x, y), offset) in enumerate(zip(centers, place_numbers(centers, FRAME), strict=True), 1):
-        boxes.append(make_box((x + offset[0], y + offset[1]), 0.6 * FONT_POINTS * len(str(number)), FONT_POINTS))
+    centers = []
+    for x, y in [(60.0, 60.0), (60.0, 150.0), (200.0, 60.0), (340.0, 210.0)] * 5:
+        centers.append((x - 5 * draw.random(), y - 5 * draw.random()))
     markers = [make_box(center, MARKER_POINTS, MARKER_POINTS) for center in centers]
-    assert not any(first.overlaps(second) for first, second in itertools.combinations(boxes, 2))
-    assert not any(box.overlaps(marker) for box in boxes for marker in markers)
-    assert all(box.left > 0 and box.right < FRAME.right and box.bottom > 0 and box.top < FRAME.top for box in boxes)
+    boxes: list[Box] = []
+    for number, offset in enumerate(place_numbers(centers, FRAME), 1):
+        x, y = centers[number - 1]
+        width = 0.6 * FONT_POINTS * len(str(number))
+        box = make_box((x + offset[0], y + offset[1]), width, FONT_POINTS)
+        assert not any(box.overlaps(other) for other in (*boxes, *markers))
+        assert box.left > 0
+        assert box.bottom > 0
+        assert box.right < FRAME.right
+        assert box.top < FRAME.top
+        boxes.append(box)
 
 
 def test_a_number_without_neighbors_is_next_to_its_point() -> None:
@@ -33,15 +38,17 @@ def test_a_number_without_neighbors_is_next_to_its_point() -> None:
 
 
 def test_a_point_is_best_if_no_other_is_at_most_as_large_in_both_directions() -> None:
-    points = {"fast": (4.0, 1.0), "small": (1.0, 4.0), "between": (2.0, 2.0), "worse": (2.0, 3.0), "twin": (4.0, 1.0)}
+    points = {"fast": (4.0, 1.0), "small": (1.0, 4.0), "between": (2.0, 2.0)}
+    points |= {"worse": (2.0, 3.0), "twin": (4.0, 1.0)}
     assert select_smallest(points) == ["fast", "small", "between", "twin"]
 
 
 def test_the_figure_lists_every_label(tmp_path: Path) -> None:
-    labels = [f"tensor={2**number} sequence=true" for number in range(6)]
-    points = {label: (10.0 + number, 20.0 - number) for number, label in enumerate(labels)}
+    points = {}
+    for number in range(6):
+        points[f"tensor={number} sequence=true"] = (10.0 + number, 20.0 - number)
     file = tmp_path / "points.svg"
     labeled_points.draw_labeled_points(file, points, "memory, MB", "ms per step", title="four ranks")
     text = file.read_text()
-    assert all(f"<!-- {label} -->" in text for label in labels)
+    assert all(f"<!-- {label} -->" in text for label in points)
     assert "four ranks" in text

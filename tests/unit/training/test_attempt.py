@@ -10,7 +10,7 @@ from common.runs.tracking.wandb_tracker import Tracker
 from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
-from configs.tracking import Wandb
+from configs.shared import Wandb
 
 
 def test_a_superseded_attempt_only_ends_its_tracking(

@@ -29,22 +29,23 @@ def plan(*overrides: str, name: str = NAME, ranks: str = "4", rounds: str = "") 
 
 def test_the_first_point_is_one_process_and_all_points_have_the_same_settings() -> None:
     sweep = plan("batch=32")
-    assert [point.label for point in sweep.points[:3]] == [
-        "one process",
-        "processes_per_node=4 strategy=ddp",
-        "processes_per_node=4 strategy=fsdp",
-    ]
-    assert [point.settings.processes for point in sweep.points] == [1] + [4] * (len(sweep.points) - 1)
-    assert all(point.settings.log.memory == 12 for point in sweep.points)
-    assert {getattr(point.settings, "batch", 0) for point in sweep.points} == {32}
-    assert sweep.points[0].settings.wandb.group == sweep.name
+    labels = [point.label for point in sweep.points]
+    assert labels[:2] == ["one process", "processes_per_node=4 strategy=ddp"]
+    for point in sweep.points:
+        cfg = point.settings
+        assert cfg.processes == (1 if point.label == "one process" else 4)
+        assert cfg.log.memory == 12
+        assert getattr(cfg, "batch", 0) == 32
+        assert cfg.wandb.group == sweep.name
 
 
 def test_rounds_are_interleaved_and_have_different_seeds() -> None:
     sweep = plan(rounds="2")
-    half = len(sweep.points) // 2
-    assert [point.label for point in sweep.points[:half]] == [point.label for point in sweep.points[half:]]
-    assert [point.settings.seed for point in (sweep.points[0], sweep.points[half])] == [0, 1]
+    labels = [point.label for point in sweep.points]
+    half = len(labels) // 2
+    assert labels[:half] == labels[half:]
+    assert sweep.points[0].settings.seed == 0
+    assert sweep.points[half].settings.seed == 1
 
 
 def test_a_refused_strategy_is_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,40 +74,35 @@ def test_sweeps_with_different_settings_have_different_names() -> None:
     assert len(set(names)) == 3
 
 
-@pytest.mark.parametrize(
-    "gpus, launch, settings",
-    [
-        (0, Launch(), {}),
-        (2, Launch(), {"launch.device": "cpu"}),
-        (4, Launch(), {"launch.device": "cuda"}),
-        (4, Launch(device="cpu"), {}),
-        (4, Launch(backend="builtin"), {}),
-    ],
-)
+@pytest.mark.parametrize("gpus, device", [(0, None), (2, "cpu"), (4, "cuda")])
 def test_all_strategies_use_the_same_type_of_device(
-    gpus: int, launch: Launch, settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    gpus: int, device: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provenance, "count_visible_gpus", lambda: gpus)
-    assert choose_device(launch, 4) == settings
+    assert choose_device(Launch(), 4).get("launch.device") == device
+    assert choose_device(Launch(device="cpu"), 4) == {}
+    assert choose_device(Launch(backend="builtin"), 4) == {}
 
 
 INVALID_REQUESTS = {
-    ("", "4", "", ""): "needs the experiment and the number of ranks, such as make sweep GRID=",
-    (NAME, "", "", ""): "needs the experiment and the number of ranks",
-    ("ddp_multinod", "4", "", ""): "did you mean ddp_multinode?",
-    ("mnist_pipeline", "4", "", ""): "this experiment has no strategies to compare; use ddp_multinode",
-    (NAME, "0", "", ""): "RANKS must be an integer from 1",
-    (NAME, "4", "x", ""): "ROUNDS must be an integer from 1",
-    (NAME, "4", "", "strategy=fsdp"): "ARGS sets strategy, but the sweep compares all values; omit strategy",
-    (NAME, "4", "", "batch=0"): "batch=0: out of range",
+    ". 4": "needs the experiment and the number of ranks, such as make sweep GRID=",
+    "ddp_multinode .": "needs the experiment and the number of ranks",
+    "ddp_multinod 4": "did you mean ddp_multinode?",
+    "mnist_pipeline 4": "this experiment has no strategies to compare; use ddp_multinode",
+    "ddp_multinode 0": "RANKS must be an integer from 1",
+    "ddp_multinode 4 x": "ROUNDS must be an integer from 1",
+    "ddp_multinode 4 1 strategy=fsdp": "ARGS sets strategy, but the sweep compares all values; omit strategy",
+    "ddp_multinode 4 1 batch=0": "batch=0: out of range",
 }
+"""Experiment, ranks, rounds and settings. A dot stands for an argument that is not given."""
 
 
-@pytest.mark.parametrize("request_texts, message", INVALID_REQUESTS.items())
-def test_an_invalid_request_is_refused_with_the_remedy(request_texts: tuple[str, ...], message: str) -> None:
-    name, ranks, rounds, override = request_texts
+@pytest.mark.parametrize("text, message", INVALID_REQUESTS.items())
+def test_an_invalid_request_is_refused_with_the_remedy(text: str, message: str) -> None:
+    words = [word.strip(".") for word in text.split()]
+    rounds = "".join(words[2:3])
     with pytest.raises(UserError) as refused:
-        plan(*override.split(), name=name, ranks=ranks, rounds=rounds)
+        plan(*words[3:], name=words[0], ranks=words[1], rounds=rounds)
     assert message in str(refused.value)
 
 

@@ -48,22 +48,31 @@ def write_run(folder: Path, **result: Any) -> RunFolder:
     rows = []
     for step in range(1, 13):
         row = {"global_step": step, "samples": 64 * step, "time": step, "loss": 1 / step}
-        rows.append(row | ({"step_time": 1.0 if step < 5 else 0.1 + 0.01 * step} if step > 1 else {}))
+        if step > 1:  # the first step is not timed
+            row["step_time"] = 1.0 if step < 5 else 0.1 + 0.01 * step
+        rows.append(row)
     rows.append({"global_step": 12, "samples": 768, "time": 20, "test_loss": 1.0})
     write_rows(attempt, rows)
-    write_json(attempt.attempt_folder / "world.json", {"processes": 2, "hosts": ["vm"] * 2, "device": "cpu"})
-    write_json(run.path / "meta.json", read_json(run.path / "meta.json") | {"machine": {"host": "vm", "cores": 1}})
+    world = {"processes": 2, "hosts": ["vm"] * 2, "device": "cpu"}
+    write_json(attempt.attempt_folder / "world.json", world)
+    meta = read_json(run.path / "meta.json")
+    meta["machine"] = {"host": "vm", "cores": 1}
+    write_json(run.path / "meta.json", meta)
     return run
 
 
 def test_the_measurements_of_a_run_are_read_from_its_files(tmp_path: Path) -> None:
     run = strategies.read_run(write_run(tmp_path), repeat=3)
     assert run is not None
-    assert (run.repeat, run.ranks, run.host_cores, run.is_oversubscribed) == (3, 2, 1, True)
+    assert run.repeat == 3
+    assert run.ranks == 2
+    assert run.host_cores == 1
+    assert run.is_oversubscribed
     assert run.step_seconds == pytest.approx([0.1 + 0.01 * step for step in range(5, 13)])
     assert run.losses == [1 / step for step in range(1, 13)]
     assert run.samples_per_step == 64
-    assert (run.state_bytes, run.activation_bytes) == (5e6, 4e6), "rank 0 needs most memory"
+    assert run.memory_bytes == 9e6, "rank 0 needs most memory"
+    assert run.activation_bytes == 4e6
     assert run.sent_bytes == 300, "rank 1 sends most"
     assert run.idle_share == pytest.approx(0.3)
 
@@ -82,32 +91,35 @@ def test_a_run_on_other_hosts_is_not_oversubscribed(tmp_path: Path) -> None:
 
 
 def test_losses_are_compared_with_one_process_in_the_same_round() -> None:
-    runs = {
-        "one process": [make_run(ranks=1, losses=[2.0, 1.0]), make_run(ranks=1, repeat=1, losses=[3.0, 2.0])],
-        "tensor=2": [make_run(losses=[2.0, 1.25]), make_run(repeat=1, losses=[3.5, 2.0])],
-        "fsdp=2": [make_run(repeat=2, losses=[9.0])],
-    }
-    assert [row.loss_difference for row in summarize(runs)] == [0, 0.5, None]
+    first = make_run(losses=[2.0, 1.0])
+    second = make_run(repeat=1, losses=[3.0, 2.0])
+    runs = {"one process": [first, second]}
+    runs["tensor=2"] = [make_run(losses=[2.0, 1.25]), make_run(repeat=1, losses=[3.5, 2.0])]
+    runs["fsdp=2"] = [make_run(repeat=2)]
+    rows = summarize(runs)
+    assert [row.loss_difference for row in rows] == [0, 0.5, None]
 
 
 def test_times_are_the_median_and_quartiles_over_all_rounds() -> None:
-    runs = {"one process": [make_run(step_seconds=[0.1, 0.2]), make_run(repeat=1, step_seconds=[0.3, 0.4, 0.5])]}
-    (row,) = summarize(runs)
+    first = make_run(step_seconds=[0.1, 0.2])
+    second = make_run(repeat=1, step_seconds=[0.3, 0.4, 0.5])
+    (row,) = summarize({"one process": [first, second]})
     cells = dict(zip(strategies.list_heads(row.runs[0]), row.format_cells(), strict=True))
     assert cells["ms per step"] == "300 [200..400]"
     assert cells["samples/s"] == "33"
 
 
-ROWS = {
-    "one process": [make_run(ranks=1, threads=2, step_seconds=[0.3], state_bytes=8e6, sent_bytes=0)],
-    "tensor=2": [make_run(step_seconds=[0.2], state_bytes=4e6, sent_bytes=5e6)],
-    "fsdp=2": [make_run(step_seconds=[0.4], state_bytes=3e6, sent_bytes=9e6)],
-    "replicas=2": [make_run(step_seconds=[0.25], state_bytes=8e6, sent_bytes=1e6)],
-}
+def make_runs() -> dict[str, list[StrategyRun]]:
+    """Return a run of each of four strategies, of which each is the best one for another question."""
+    runs = {"one process": [make_run(ranks=1, threads=2, state_bytes=8e6, sent_bytes=0)]}
+    runs["tensor=2"] = [make_run(step_seconds=[0.1], sent_bytes=5e6)]
+    runs["fsdp=2"] = [make_run(state_bytes=2e6, sent_bytes=9e6)]
+    runs["replicas=2"] = [make_run(state_bytes=8e6, sent_bytes=1e6)]
+    return runs
 
 
 def test_the_answers_name_the_best_strategy_for_each_question() -> None:
-    assert answer_questions(summarize(ROWS)) == {
+    assert answer_questions(summarize(make_runs())) == {
         "fastest": "2: tensor=2",
         "least memory per rank": "3: fsdp=2",
         "fewest bytes sent": "4: replicas=2",
@@ -115,8 +127,9 @@ def test_the_answers_name_the_best_strategy_for_each_question() -> None:
 
 
 def test_without_memory_only_the_fastest_strategy_is_known() -> None:
-    rows = ROWS | {"context=2": [make_run(step_seconds=[0.1], state_bytes=None)]}
-    assert answer_questions(summarize(rows)) == {"fastest": "5: context=2"}
+    runs = make_runs()
+    runs["context=2"] = [make_run(step_seconds=[0.05], state_bytes=None)]
+    assert answer_questions(summarize(runs)) == {"fastest": "5: context=2"}
 
 
 @pytest.mark.parametrize("columns", ["60", "120", "200"])
@@ -124,10 +137,11 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
     columns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    crowded = {"tensor=4": [make_run(ranks=4, step_seconds=[0.5, 0.5])]}
-    strategies.print_report("gpt", ROWS | crowded, tmp_path)
+    runs = make_runs()
+    runs["tensor=4"] = [make_run(ranks=4)]
+    strategies.print_report("gpt", runs, tmp_path)
     out = capsys.readouterr().out
-    for label in (*ROWS, "tensor=4"):
+    for label in runs:
         assert label in out
     assert "4 (oversubscribed)" in out
     assert "(oversubscribed): 4 ranks share 2 cores" in out
