@@ -10,6 +10,57 @@ from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batch
 from configs.fields import at_least, between, flat
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization
+from configs.strategies import Refusal, Strategies
+
+STRATEGIES = Strategies(
+    degrees={
+        "processes_per_node": (
+            {"strategy": "ddp"},
+            {"strategy": "fsdp"},
+            {"communication": "fp16"},
+            {"communication": "bf16"},
+            {"communication": "powersgd"},
+        ),
+    },
+    # PowerSGD sends whole gradients in the first ten steps.
+    run={"steps": "60", "data.test_limit": "1000", "log.memory": "12"},
+)
+DDP_ONLY = "use strategy=ddp or omit"
+STATE_LOST = "because losing a rank would lose part of the state"
+WAITING = "because ranks then wait for each other within a step"
+EXPLICIT_SHARDS = "set shards explicitly, such as shards=[3,1], or omit"
+REFUSED = (
+    Refusal(
+        "elastic.on=true", "strategy=fsdp", f"elastic=true cannot be combined with strategy=fsdp, {STATE_LOST}",
+        "omit strategy=fsdp",
+    ),
+    Refusal(
+        "elastic.on=true", "communication=powersgd",
+        f"elastic=true cannot be combined with communication=powersgd, {STATE_LOST}", "omit communication=powersgd",
+    ),
+    Refusal("strategy=fsdp", "static_graph=true", "static_graph applies to DDP only", f"{DDP_ONLY} static_graph"),
+    Refusal(
+        "strategy=fsdp", "find_unused_parameters=true", "find_unused_parameters applies to DDP only",
+        f"{DDP_ONLY} find_unused_parameters",
+    ),
+    Refusal("strategy=fsdp", "communication!=none", "communication applies to DDP only", f"{DDP_ONLY} communication"),
+    Refusal(
+        "strategy=fsdp", "launch.mixed=true",
+        "launch.mixed=true cannot be combined with strategy=fsdp, which requires devices of one type",
+        "use strategy=ddp",
+    ),
+    Refusal(
+        "shards=auto", "strategy=fsdp",
+        f"shards=auto cannot measure the speed of each rank with strategy=fsdp, {WAITING}",
+        f"{EXPLICIT_SHARDS} strategy=fsdp",
+    ),
+    Refusal(
+        "shards=auto", "sync_batchnorm=true",
+        f"shards=auto cannot measure the speed of each rank with sync_batchnorm=true, {WAITING}",
+        f"{EXPLICIT_SHARDS} sync_batchnorm=true",
+    ),
+)  # fmt: skip
+"""Combinations of settings that are refused."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +69,8 @@ class Config(Replicated):
 
     can_mix_devices: ClassVar[bool] = True
     smallest_settings: ClassVar[tuple[str, ...]] = ("batch=16", "optim.base_batch=16", "optim.warmup=0")
+    strategies: ClassVar[Strategies] = STRATEGIES
+    refused: ClassVar[tuple[Refusal, ...]] = REFUSED
 
     model: str = network_field("convnet", "mlp", "convnet", "resnet18", "resnet50")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
@@ -58,34 +111,3 @@ class Config(Replicated):
         check_sync_batchnorm(self.sync_batchnorm, self.model)
         self.sharding.check(self.batch_plan)
         self.elastic.check(self.processes, self.launch, self.sharding)
-        is_fsdp = self.strategy == "fsdp"
-        if self.elastic.on and (is_fsdp or self.communication == "powersgd"):
-            setting = "strategy=fsdp" if is_fsdp else "communication=powersgd"
-            raise ValueError(
-                f"elastic=true cannot be combined with {setting}, because losing a rank would lose part of the state; "
-                f"omit {setting}"
-            )
-        if is_fsdp:
-            self.check_fsdp()
-        if self.sharding.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
-            setting = "strategy=fsdp" if is_fsdp else "sync_batchnorm=true"
-            raise ValueError(
-                f"shards=auto cannot measure the speed of each rank with {setting}, because ranks then wait for each "
-                f"other within a step; set shards explicitly, such as shards=[3,1], or omit {setting}"
-            )
-
-    def check_fsdp(self) -> None:
-        """Raise ValueError for settings that fully_shard does not support."""
-        ddp_settings = {
-            "static_graph": self.static_graph,
-            "find_unused_parameters": self.find_unused_parameters,
-            "communication": self.communication != "none",
-        }
-        for name, is_set in ddp_settings.items():
-            if is_set:
-                raise ValueError(f"{name} applies to DDP only; use strategy=ddp or omit {name}")
-        if self.launch.mixed:
-            raise ValueError(
-                "launch.mixed=true cannot be combined with strategy=fsdp, which requires devices of one type; "
-                "use strategy=ddp"
-            )

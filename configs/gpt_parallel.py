@@ -13,9 +13,61 @@ from configs.layout import Layout
 from configs.networks import choose_hidden_width, network_field
 from configs.pipeline import SPLIT_SCHEDULES, MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
+from configs.strategies import Refusal, Strategies
 
 BYTE_VOCABULARY = 256
 """Number of different tokens of a text whose tokens are bytes."""
+STRATEGIES = Strategies(
+    degrees={
+        "replicas": ({},),
+        "stages": (
+            {"schedule": "1f1b"},
+            {"schedule": "gpipe"},
+            {"schedule": "zero_bubble"},
+            {"schedule": "interleaved_1f1b", "stages_per_process": "2"},
+            {"schedule": "zbv", "stages_per_process": "2"},
+            {"schedule": "dualpipev", "stages_per_process": "2"},
+        ),
+        "fsdp": ({}, {"reshard": "false"}),
+        "context": ({},),
+        "tensor": ({}, {"sequence": "true"}),
+    },
+    run={"steps": "30", "evaluate_every": "0", "data.test_limit": "64", "prompt": "d"},
+)
+GPT_ONLY = "tensor, context, fsdp and stages divide model=gpt only"
+REFUSED = (
+    *(
+        Refusal(f"{degree}>1", "model!=gpt", GPT_ONLY, "with model={model}, use replicas instead")
+        for degree in ("tensor", "context", "fsdp", "stages")
+    ),
+    *(
+        Refusal(
+            "fsdp>1", f"schedule={schedule}",
+            "schedule={schedule} cannot be combined with fsdp, because it splits backward passes",
+            "use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp",
+        )
+        for schedule in SPLIT_SCHEDULES
+    ),
+    Refusal(
+        "dropout>0", "model!=gpt", "dropout={dropout} applies to model=gpt only",
+        "omit dropout, or add dropout layers to the custom network",
+    ),
+    Refusal(
+        "context>1", "launch.device=cuda", "context runs on CPUs only", "set launch.device=cpu, or use context=1"
+    ),
+    Refusal(
+        "sequence=true", "tensor=1", "sequence=true divides the tokens among the ranks of tensor parallelism",
+        "set tensor=2 or more, or omit sequence=true",
+    ),
+    Refusal(
+        "reshard=false", "fsdp=1", "reshard=false applies to fsdp only",
+        "set fsdp=2 or more, or omit reshard=false",
+    ),
+    Refusal(
+        "precision=bf16", "dtype=float64", "precision=bf16 cannot be combined with dtype=float64", "omit one of them"
+    ),
+)  # fmt: skip
+"""Combinations of settings that are refused. Sizes that a degree does not divide are refused by `Layout.check`."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +214,8 @@ class Config(TrainingExperiment):
     smallest_settings: ClassVar[tuple[str, ...]] = (
         *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "batch=16", "optim.warmup=0"),
     )
+    strategies: ClassVar[Strategies] = STRATEGIES
+    refused: ClassVar[tuple[Refusal, ...]] = REFUSED
 
     model: str = network_field("gpt", "gpt")
     """Network to train. gpt is a decoder-only transformer. FILE.py:Class is a custom network, which maps tokens int64
@@ -210,24 +264,13 @@ class Config(TrainingExperiment):
         super().check()
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
-        is_divided = self.layout.ranks > self.layout.replicas
-        if is_divided and self.model != "gpt":
-            degrees = "tensor, context, fsdp and stages"
-            raise ValueError(f"{degrees} divide model=gpt only; with model={self.model}, use replicas instead")
-        if self.layout.context > 1 and self.launch.device == "cuda":
-            raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
-        if self.dtype == "float64" and self.precision == "bf16":
-            raise ValueError("precision=bf16 cannot be combined with dtype=float64; omit one of them")
         if self.loss != "cross_entropy":
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":
             self.size.check()
-        elif self.dropout:
-            remedy = "omit dropout, or add dropout layers to the custom network"
-            raise ValueError(f"dropout={self.dropout:g} applies to model=gpt only; {remedy}")
         divisor = self.layout.data_shards * self.accumulate
         if self.batch % divisor:
             problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
@@ -249,9 +292,6 @@ class Config(TrainingExperiment):
                 f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1, or more "
                 "stages than stages_per_process"
             )
-        if layout.fsdp > 1 and layout.schedule in SPLIT_SCHEDULES:
-            problem = f"schedule={layout.schedule} cannot be combined with fsdp, because it splits backward passes"
-            raise ValueError(f"{problem}; use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp")
         try:
             self.make_pipeline_config().check_schedule()
         except MicrobatchError as error:

@@ -7,6 +7,8 @@ from typing import Any
 
 from configs.batch_plan import list_divisors
 
+BACKEND_SETUPS = {"builtin": "common.backend.setup"}
+"""Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
 BUILTIN_DEFAULTS = {"algorithm": "ring", "transport": "auto", "tls": False}
 """Settings that only the built-in backend has, with their default values."""
 

@@ -81,14 +81,7 @@ class Layout:
         if self.tensor > 1:
             for name, size in sizes.items():
                 check_divisible(name, size, "tensor", self.tensor)
-        if self.sequence and self.tensor == 1:
-            raise ValueError(
-                "sequence=true divides the tokens among the ranks of tensor parallelism; set tensor=2 or more, "
-                "or omit sequence=true"
-            )
         self._check_tokens(tokens)
-        if not self.reshard and self.fsdp == 1:
-            raise ValueError("reshard=false applies to fsdp only; set fsdp=2 or more, or omit reshard=false")
         if batch % self.data_shards:
             degrees = f"fsdp={self.fsdp} x replicas={self.replicas}"
             nearest = format_nearest_multiples(batch, self.data_shards)

@@ -11,8 +11,27 @@ from configs.fields import at_least, between, flat
 from configs.networks import RESNETS, network_field
 from configs.pipeline import MicrobatchError, PipelineConfig, PipelineExperiment, Stages
 from configs.shared import InitialWeights, Regularization, Sweep
+from configs.strategies import Strategies
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
+TWO_STAGES = {"stages_per_process": "2"}
+STRATEGIES = Strategies(
+    degrees={
+        "replicas": ({},),
+        "stages": (
+            {"schedule": "gpipe"},
+            {"mode": "naive"},
+            {"schedule": "1f1b"},
+            {"schedule": "zero_bubble"},
+            {"schedule": "interleaved_1f1b"} | TWO_STAGES,
+            {"schedule": "zbv"} | TWO_STAGES,
+            {"schedule": "dualpipev"} | TWO_STAGES,
+        ),
+    },
+    undivided={"stages": {"mode": "single"}},
+    # BatchNorm needs microbatches of the same size in all strategies, so that the losses are equal.
+    run={"steps": "12", "split_size": "8", "devices": "[]", "plot": "false", "data.test_limit": "64"},
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +39,7 @@ class Config(PipelineExperiment):
     """Settings for model parallelism: an unsplit model, naive model parallelism, or a pipeline."""
 
     smallest_settings: ClassVar[tuple[str, ...]] = ("width=8", "batch=16", "split_size=8", "plot=false")
+    strategies: ClassVar[Strategies] = STRATEGIES
 
     model: str = network_field("resnet18", "toy", "resnet18", "resnet50", "resnet101")
     """Network to train. toy has two linear layers (10-10-5 with data.name=vectors). The ResNets accept the images of

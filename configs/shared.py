@@ -1,8 +1,7 @@
 """Settings that experiments share, with one dataclass per topic. This module imports neither torch nor wandb.
 
-`Experiment` contains the settings of every run, and `TrainingExperiment` adds the settings of runs that train a model.
-The string below a field is its documentation, which `--help` prints. The `check` methods contain rules that involve
-several fields; their error messages include a remedy.
+`Experiment` contains the settings of every run, and `TrainingExperiment` adds those of runs that train a model. The
+string below a field is its documentation, which `--help` prints. The `check` methods contain rules for several fields.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from configs.batch_plan import BatchPlan, check_sample_count
 from configs.data_rules import TRAIN_SAMPLES, check_data
 from configs.fields import MAX_NOTES_LENGTH, at_least, between, custom_code, file_path, short_text
 from configs.launch_rules import check_launch
+from configs.strategies import Tables
 
-BACKEND_SETUPS = {"builtin": "common.backend.setup"}
-"""Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
 OPTIMIZER_CHECKER = "common.training.custom_optimizer:check_optimizer_of_config"
 OPTIMIZERS = ("sgd", "adam", "adamw", "lars", "lamb")
 DECAYS = ("linear", "cosine", "constant", "step")
@@ -91,6 +89,9 @@ class Log:
     """Whether to log the Euclidean norm of the gradients of each step, before clipping. auto logs the norm if clipping
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
+    memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
+    """Step of each attempt in which each rank measures the bytes of its training state, activations and messages; 0
+    disables the measurement."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -162,7 +163,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class Experiment(Tables):
     """Settings of every run. A pure measurement has only these settings and its own."""
 
     can_mix_devices: ClassVar[bool] = False

@@ -26,7 +26,6 @@ from common.techniques.language_model.report import TextReport, add_bits_per_byt
 from common.techniques.language_model.targets import TokenCount, count_valid_tokens, mask_targets
 from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.layout_report import LayoutReport
-from common.techniques.parallel_layout.step_meter import StepMeter
 from common.training.loop import Step
 from configs.gpt_parallel import Config
 
@@ -68,8 +67,7 @@ def main(cfg: Config, run: Run) -> None:
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=parallel.peers is None, peers=parallel.peers)
-    meter = StepMeter(parallel, optimizer)  # measures memory and messages of the first step
-    run.add_hook(meter)
+    meter = run.add_step_meter()  # measures memory and messages of the first step
 
     def evaluate() -> dict[str, float]:
         return add_bits_per_byte(parallel.score(run), run)

@@ -93,6 +93,9 @@ VERBS = {
     "sweep": Verb("slurm.launch.sweep", "run all points of a grid that have not been run yet", (
         Setting("GRID", "grid", "sweep file, such as configs/sweeps/mnist_pipeline_rates.yaml"),
         ARGS, LAUNCH, CLUSTER,
+        Setting("NAME", "--name", "experiment whose strategies GRID=configs/sweeps/strategies.py compares"),
+        Setting("RANKS", "--ranks", "number of ranks of each strategy"),
+        Setting("ROUNDS", "--rounds", "number of runs of each strategy (default: 1)"),
         Setting("FAILED", "--failed", "1: run the failed points again with the current source code"),
         FOLLOW, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check all hosts before a long job, or find out why a run failed or hangs", (

@@ -29,6 +29,7 @@ from common.config.changed_settings import (
 )
 from common.config.command_line import USAGE, parse_command_line, print_text
 from common.config.config_keys import (
+    check_combinations,
     drop_training_keys,
     format_value,
     list_keys,
@@ -165,6 +166,7 @@ def build_config(schema: type[S], layers: Sequence[Mapping[str, Any]]) -> S:
         values |= parse_values(schema, layer)
     settings = replace_values(schema(), values)
     try:
+        check_combinations(settings)
         settings.check()
     except ValueError as error:
         raise UserError(str(error)) from None

@@ -18,12 +18,13 @@ import operator
 import re
 import textwrap
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from common.system.errors import UserError
 from configs.shared import Experiment, TrainingExperiment
+from configs.strategies import Refusal
 
 S = TypeVar("S")
 MAX_SHOWN_LENGTH = 100  # maximum number of characters of an invalid value in an error message
@@ -267,6 +268,15 @@ def reject_unused_keys(settings: object) -> None:
         other_key, _, needed_value = key.only.partition("=")
         if key.only and value != key.default and keys[other_key].get_value(settings) != needed_value:
             raise UserError(f"{key.name}={value} needs {key.only}; set {key.only} or use {key.name}={key.default}")
+
+
+def check_combinations(settings: object) -> None:
+    """Raise ValueError for a pair of settings that the config refuses. The message includes a remedy."""
+    refusals: Sequence[Refusal] = getattr(settings, "refused", ())
+    values = read_values(settings) if refusals else {}
+    for refusal in refusals:
+        if refusal.applies(values):
+            raise ValueError(refusal.format_message(values))
 
 
 def list_training_keys(schema: type) -> set[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from common.measure.device_clock import DeviceClock, Stamp
+from common.measure.steady_steps import WARM_UP, select_steady_steps
 from common.ranks.rendezvous import World
 
 T = TypeVar("T")
@@ -26,8 +27,6 @@ HISTORY = 1000
 """Maximum number of steps whose timestamps are stored. Older timestamps are discarded."""
 NEWEST_STEPS = 50
 """Number of newest steps that determine the current speed of a rank."""
-WARM_UP = 10
-"""Number of steps at the start of a run that are excluded from measurements."""
 MIN_STEPS = 10
 """Minimum number of measured steps before a rank can be reported as a straggler."""
 
@@ -90,7 +89,7 @@ class StepDurations:
 
         In a short run, only the first third of the steps is excluded.
         """
-        return self.durations[min(WARM_UP, len(self.durations) // 3) :]
+        return list(select_steady_steps(self.durations))
 
     def compute_mean_duration(self) -> float:
         """Return the mean step duration in seconds, without the first steps.

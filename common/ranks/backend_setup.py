@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from common.ranks.rank_info import RankInfo
-from configs.shared import BACKEND_SETUPS
+from configs.launch_rules import BACKEND_SETUPS
 
 
 def import_backend_setup(backend: str) -> ModuleType | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from common.measure.metrics_log import Values
+from common.ranks.rendezvous import World
+from common.runs.result import ReportData
 
 
 class StepHook:
@@ -28,6 +30,10 @@ class StepHook:
 
     def between_steps(self, number: int) -> None:
         """Act between two steps, after step `number` and after its checkpoint if one was due."""
+
+    def gather_report(self, world: World) -> ReportData:
+        """Return the report of this hook at the end of the run. All ranks call this method."""
+        return ReportData()
 
     def on_end(self) -> None:
         """Release resources after the last evaluation or an error. Hooks end in the reverse order of their start."""

@@ -62,6 +62,7 @@ class Run(RunContext):
                 evaluate = partial(score_replicated, model, self, predict)
         else:
             parts = list(model.local_stages.values())
+            self.shared_memory_bytes = model.shared_memory_bytes
             evaluate = partial(score_stages, model, self, peers)
             loss_rank = model.last_rank
             has_stages = self.world.size > 1
@@ -134,6 +135,7 @@ class Run(RunContext):
                 f"run.report() was called after step {self.step} of {self.total}; call it after the loop over "
                 "run.steps(...) has finished"
             )
+        hook_reports = [hook.gather_report(self.world) for hook in self.hooks]
         if self.world.is_main:
             self.finished = True
-            final_report.write_final_report(self, reports)
+            final_report.write_final_report(self, [*hook_reports, *reports])

@@ -7,11 +7,11 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint.local_part import LocalPart
 from common.checkpoint.saver import Saver
@@ -36,6 +36,7 @@ from configs.shared import Experiment
 
 if TYPE_CHECKING:
     from common.training.gradient_norm import GradientNorm
+    from common.training.step_meter import StepMeter
 
 HEARTBEAT_SECONDS = 5.0
 H = TypeVar("H", bound=StepHook)
@@ -47,6 +48,11 @@ class RunContext(RunData):
 
     The subclass `Run` adds the methods that train the model and finish the run.
     """
+
+    shared_memory_bytes: int = 0
+    """Bytes that this rank sends to other ranks through shared memory in each step."""
+    metered_modules: Sequence[nn.Module] | None = None
+    """Modules whose memory is measured; None measures those that are registered."""
 
     def __init__(
         self,
@@ -142,6 +148,8 @@ class RunContext(RunData):
 
             self.gradient_norm = GradientNorm(state)
             self.add_hook(self.gradient_norm)
+        if self.cfg.log.memory:
+            self.add_step_meter()
 
     def start_loop(self) -> None:
         """Record the start of the loop over the steps. Raises RuntimeError if a loop was started before.
@@ -186,6 +194,26 @@ class RunContext(RunData):
         """Add the hook that recovers from the loss of a rank."""
         self.recovery = recovery
         self.hooks.append(recovery)
+
+    def add_step_meter(self) -> StepMeter:
+        """Measure the memory and the messages of this rank in one step of this attempt (`log.memory`, by default 1).
+
+        Call this method after `register`, on all ranks. Another call returns the same meter.
+        """
+        from common.training.step_meter import StepMeter  # imported here because most runs do not measure memory
+
+        meter = self.find_hook(StepMeter)
+        if meter is None:
+            assert self.state is not None and self.state.optimizer is not None
+            meter = StepMeter(
+                self.metered_modules or self.state.parts,
+                self.state.optimizer,
+                step=max(1, self.cfg.log.memory),
+                shared_memory_bytes=self.shared_memory_bytes,
+                local_parts=self.local_parts,
+            )
+            self.add_hook(meter)
+        return meter
 
     def find_hook(self, kind: type[H]) -> H | None:
         """Return the first hook of a class, or None if there is none."""

@@ -42,6 +42,7 @@ from configs.shared import Experiment
 from configs.sweeps import Bars, RunRow, Summary, SweepGrid
 from slurm.launch import sweep
 from slurm.launch.sweep_file import SweepPlan, SweepPoint, format_values, get_repeats, load_grid
+from slurm.launch.sweep_folder import SweepFolder
 
 QUIET = ("log.level=warning", "log.progress=none")
 
@@ -74,7 +75,7 @@ def set_wandb_group(point: SweepPoint, group: str) -> SweepPoint:
 class ResultTable:
     """Table of a sweep's results. The table is written to table.csv in the folder of the sweep."""
 
-    def __init__(self, sweep_folder: sweep.SweepFolder) -> None:
+    def __init__(self, sweep_folder: SweepFolder) -> None:
         self.sweep = sweep_folder
         self.path = sweep_folder.path
         self.rows: list[RunRow] = []
@@ -153,7 +154,7 @@ def main(name: str, arguments: Sequence[str]) -> int:
     print(f"{name}: sweep of {len(points)} runs in {folder}", flush=True)
 
     plan = SweepPlan(folder.name, name, {}, points, parallel=1)
-    sweep_folder = sweep.SweepFolder(folder, plan)
+    sweep_folder = SweepFolder(folder, plan)
     table = ResultTable(sweep_folder)
     try:
         status = sweep.run_points_locally(

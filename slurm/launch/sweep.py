@@ -10,30 +10,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import itertools
-import os
 import shlex
 import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.runs import provenance
-from common.runs.folder import RunFolder, convert_disk_errors, write_json
+from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import RunTakenError, UserError
 from common.system.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.system.text import format_count
 from configs.dataparallel import get_enabled_elastic_settings
 from configs.profile import Profile
 from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_settings
-from slurm.launch import submit, sweep_file
+from slurm.launch import strategy_sweep, submit, sweep_file
+from slurm.launch.strategy_sweep import StrategyRequest
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
-from slurm.reports import liveness, selection, status
+from slurm.launch.sweep_folder import SweepFolder, lock_sweep
+from slurm.reports import liveness, status
 from slurm.scheduling import sbatch, submission
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
@@ -42,111 +42,6 @@ POLL_SECONDS = 2.0
 """Time in seconds between two queries of the states of all points."""
 PointRun = tuple[SweepPoint, RunFolder | None]
 """A point to run, and the folder of the run to resume. If the folder is None, a new run is started."""
-
-
-class SweepFolder:
-    """Folder of a sweep, whose file sweep.json lists the run of each point."""
-
-    def __init__(self, path: Path, plan: SweepPlan) -> None:
-        self.path = path
-        self.plan = plan
-        self.runs = path.parent.parent
-        self.shown_notices: set[str] = set()
-        self.cells: dict[str, dict[str, Any]] = {}
-        """Entry of each point in sweep.json (settings, run, and state), by the key of the point."""
-        content = selection.read_sweep(path / "sweep.json")
-        check_same_sweep(content, plan)
-        for cell in content.get("cells", []):
-            self.cells[sweep_file.make_point_key(cell["values"], cell.get("repeat", 0))] = cell
-
-    def find_run_folder(self, point: SweepPoint) -> RunFolder | None:
-        """Return the run folder of a point, or None if no run of the point has been started."""
-        run = self.cells.get(point.key, {}).get("run")
-        if not run or not (self.runs / run / "config.yaml").is_file():
-            return None
-        folder = RunFolder(self.runs / run)
-        was_started = provenance.read_metadata(folder).get("job") or folder.list_attempts() or folder.result
-        return folder if was_started else None
-
-    def read_state(self, point: SweepPoint) -> str:
-        folder = self.find_run_folder(point)
-        return "MISSING" if folder is None else status.read_state(folder)[0]
-
-    def record_run(self, point: SweepPoint, folder: RunFolder, state: str) -> None:
-        """Record the run of a point. If the point already had another run, list that run under `earlier`."""
-        old_cell = self.cells.get(point.key, {})
-        earlier = old_cell.get("earlier", [])
-        if old_cell.get("run") not in (None, folder.path.name):
-            earlier = [*earlier, old_cell["run"]]
-        cell = {"values": point.values, "repeat": point.repeat, "run": folder.path.name, "state": state}
-        if earlier:
-            cell["earlier"] = earlier
-        self.cells[point.key] = cell
-
-    def forget_run(self, point: SweepPoint) -> None:
-        """Remove the entry of a run that could not be started, and restore the entry of the previous run."""
-        cell = self.cells.pop(point.key)
-        if cell.get("earlier"):
-            *earlier, run = cell["earlier"]
-            self.cells[point.key] = cell | {"run": run, "earlier": earlier}
-
-    def save(self) -> None:
-        order = {point.key: number for number, point in enumerate(self.plan.points)}
-        keys = sorted(self.cells, key=lambda key: order.get(key, len(order)))
-        cells = [self.cells[key] for key in keys]
-        plan = self.plan
-        content = {"experiment": plan.experiment, "group": plan.name, "settings": plan.settings, "cells": cells}
-        write_json(self.path / "sweep.json", content)
-
-    def read_states(self) -> dict[str, str]:
-        """Read and record the state of every point. Return the states by the key of the point."""
-        states = {point.key: self.read_state(point) for point in self.plan.points}
-        for key, state in states.items():
-            if key in self.cells:
-                self.cells[key]["state"] = state.lower()
-        self.save()
-        return states
-
-
-def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:
-    """Raise UserError if the sweep was started with a different experiment or different settings."""
-    new_name = "or rename the sweep file to start a new sweep"
-    experiment = content.get("experiment", plan.experiment)
-    if experiment != plan.experiment:
-        raise UserError(
-            f"the sweep {plan.name} was started with experiment={experiment}; use that experiment, {new_name}"
-        )
-    settings = content.get("settings", plan.settings)
-    changed = {key: value for key, value in settings.items() if plan.settings.get(key) != value}
-    added = {key: value for key, value in plan.settings.items() if key not in settings}
-    if changed:
-        text = format_settings(changed)
-        remedy = f"use ARGS={shlex.quote(text)}"
-        if added:
-            remedy += f" without {format_settings(added)}"
-        raise UserError(f"the sweep {plan.name} was started with {text}; {remedy}, {new_name}")
-    if added:
-        text = format_settings(added)
-        raise UserError(f"the sweep {plan.name} was started without {text}; omit {text}, {new_name}")
-
-
-def format_settings(settings: Mapping[str, str]) -> str:
-    """Format settings as command-line arguments, quoted for a shell."""
-    return shlex.join(f"{key}={value}" for key, value in settings.items())
-
-
-@contextlib.contextmanager
-def lock_sweep(path: Path) -> Iterator[None]:
-    """Hold the lock of a sweep inside the block. Raises UserError if another command holds it."""
-    with convert_disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    with os.fdopen(handle):
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another make sweep is using {path}; wait until that command ends, or stop it") from None
-        yield
 
 
 def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool) -> list[PointRun]:
@@ -364,13 +259,24 @@ def print_sweep_summary(sweep: SweepFolder, states: dict[str, str], number_to_ru
     print(f"  folder   {sweep.path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
 
 
+def read_plan(args: argparse.Namespace, overrides: list[str]) -> SweepPlan:
+    """Return the sweep that the arguments of the command request. Raises UserError."""
+    request = StrategyRequest(args.name, args.ranks, args.rounds)
+    if strategy_sweep.is_strategy_grid(args.grid):
+        return strategy_sweep.plan_strategies(request, overrides)
+    if request.given:
+        names = " and ".join(request.given)
+        raise UserError(f"{names} can be set only with GRID={strategy_sweep.GRID_FILE}; omit {names}, or use this grid")
+    return sweep_file.read_sweep_file(args.grid, overrides)
+
+
 def main(args: argparse.Namespace) -> int:
     """Start or resume the points of a sweep, and return the exit status."""
     retry_failed = parse_zero_or_one("FAILED", args.failed)
     follow = parse_zero_or_one("FOLLOW", args.follow)
     dry_run = parse_zero_or_one("DRY_RUN", args.dry_run)
     arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
-    plan = sweep_file.read_sweep_file(args.grid, arguments)
+    plan = read_plan(args, arguments)
     profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
     if scheduler is not None:
@@ -378,6 +284,7 @@ def main(args: argparse.Namespace) -> int:
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
     if dry_run:
         print_points(SweepFolder(path, plan))
+        strategy_sweep.print_refused(plan)
         return 0
 
     with lock_sweep(path):
@@ -385,11 +292,17 @@ def main(args: argparse.Namespace) -> int:
         states = sweep.read_states()
         point_runs = choose_points(sweep, states, retry_failed)
         print_sweep_summary(sweep, states, len(point_runs))
+        strategy_sweep.print_refused(plan)
         if "FAILED" in states.values() and not retry_failed:
             print("  to run the failed points again, set FAILED=1", flush=True)
         point_runs = omit_points_with_running_attempts(point_runs)
+        exit_status = 0
         if point_runs and scheduler is None:
-            return run_points_locally(sweep, point_runs)
-        if point_runs and scheduler is not None:
+            exit_status = run_points_locally(sweep, point_runs)
+        elif point_runs and scheduler is not None:
             submit_points(sweep, point_runs, profile, scheduler)
-        return follow_sweep(sweep) if follow else 0
+        if follow and (scheduler is not None or not point_runs):
+            exit_status = follow_sweep(sweep)
+        if plan.compares_strategies:
+            strategy_sweep.report_strategies(sweep)
+        return exit_status

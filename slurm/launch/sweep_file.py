@@ -52,10 +52,12 @@ class SweepPoint:
     """Settings that distinguish the point from other points, by dotted name."""
     repeat: int
     settings: Experiment
+    title: str = ""
+    """Short name of the point; if empty, its settings are its name."""
 
     @property
     def label(self) -> str:
-        return " ".join(format_values(self.values))
+        return self.title or " ".join(format_values(self.values))
 
     @property
     def key(self) -> str:
@@ -72,6 +74,10 @@ class SweepPlan:
     points: list[SweepPoint]
     parallel: int
     """Maximum number of points that run at the same time."""
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Reason why the checks refuse a strategy, by its label."""
+    compares_strategies: bool = False
+    """Whether the points are strategies, which a table compares."""
 
 
 def format_values(values: dict[str, Any]) -> list[str]:

@@ -14,8 +14,8 @@ from common.runs.result import ReportData
 from common.techniques.parallel_layout import layout_formulas
 from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
 from common.techniques.parallel_layout.parallel_model import ParallelModel
-from common.techniques.parallel_layout.step_meter import StepMeter
 from common.training.run import Run
+from common.training.step_meter import StepMeter
 from configs.gpt_parallel import Config
 from configs.layout import Layout
 

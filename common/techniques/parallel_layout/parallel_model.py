@@ -92,11 +92,6 @@ class ParallelModel:
         return self.model
 
     @property
-    def shared_memory_bytes(self) -> int:
-        """Bytes that this rank sent through shared memory in the newest step."""
-        return 0
-
-    @property
     def peers(self) -> World | None:
         """Ranks that hold the same stages as this rank, or None if every rank holds the whole model."""
         return None

@@ -98,6 +98,8 @@ class PipelineModel(ParallelModel):
         self._delete_other_layers(self.model)
         self.executor = self._build_executor(self.model, run)
         self.executor.layers = layer_names
+        run.shared_memory_bytes = self.executor.shared_memory_bytes
+        run.metered_modules = [self.layers]
 
     def _copy_table(self, model: GPT) -> TableCopy | None:
         """Return the exchange of a tied table, whose copy becomes a parameter of the last stage only.
@@ -146,11 +148,6 @@ class PipelineModel(ParallelModel):
     def layers(self) -> nn.Module:
         """All layers that this rank computes, with the copy of a tied table."""
         return nn.ModuleList(self.stages.values())
-
-    @property
-    def shared_memory_bytes(self) -> int:
-        """Bytes that this rank sent through shared memory in the newest step."""
-        return self.executor.messages.shared_memory_bytes
 
     @property
     def peers(self) -> World | None:

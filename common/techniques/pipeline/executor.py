@@ -229,6 +229,11 @@ class ScheduleExecutor:
         return steps
 
     @property
+    def shared_memory_bytes(self) -> int:
+        """Bytes that this rank sends to other ranks through shared memory in each step."""
+        return self.messages.shared_memory_bytes
+
+    @property
     def last_rank(self) -> int:
         """The rank with the last stage of the first replica, which computes the loss."""
         return self.stage_ranks[-1]

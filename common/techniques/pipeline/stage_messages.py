@@ -68,6 +68,11 @@ class StageMessages:
         if transport == "auto" and world.device.type == "cpu":
             self.memory = open_shared_memory(world, local_routes, dtype)
         self.in_memory = frozenset(route.consumer for route in local_routes if self.memory)
+        self.shared_memory_bytes = 0
+        """Bytes that this rank sends through shared memory in each step."""
+        for route in local_routes:
+            if self.memory and route.source == world.rank:
+                self.shared_memory_bytes += route.shape.numel() * dtype.itemsize
         self.buffers: dict[Action, Tensor] = {}
         """Buffers of the messages from the network, in the order in which each rank sends its messages."""
         for route in routes:
@@ -78,8 +83,6 @@ class StageMessages:
         self.unposted: list[Action] = []
         """Consumers of the messages whose receives are not posted yet, in the order of `buffers`."""
         self.within_rank: dict[Action, Tensor] = {}
-        self.shared_memory_bytes = 0
-        """Bytes that this rank has sent through shared memory in the current step."""
 
     def post_receives(self, count: int) -> None:
         """Start a step with `count` microbatches. With gloo, post all receives from the network.
@@ -88,7 +91,6 @@ class StageMessages:
         for the receive to end (CUDA C++ Programming Guide, "Lazy Loading"). The kernel may be that of the forward pass
         for whose output the sender waits. With nccl, a rank therefore posts a receive only when it needs the tensor.
         """
-        self.shared_memory_bytes = 0
         self.receives = {}
         self.unposted = [action for action in self.buffers if action.microbatch < count]
         if self.world.backend != "nccl":
@@ -113,7 +115,6 @@ class StageMessages:
             self.within_rank[consumer] = tensor
         elif self.memory and consumer in self.in_memory:
             self.memory.send(consumer, tensor)
-            self.shared_memory_bytes += tensor.nbytes
         else:
             self.network.send(consumer, tensor)
 

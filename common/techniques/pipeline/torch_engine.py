@@ -102,6 +102,11 @@ class TorchPipelineEngine(PipelineEngine):
         if not (is_single_stage or is_naive):
             self.plan = self._read_library_plan()
 
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Zero, because torch.distributed.pipelining sends all training messages through the network."""
+        return 0
+
     def _make_stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
         shapes = [torch.Size(sample), *self.shapes]
         example_input = self._make_example_tensor(shapes[index])

@@ -11,7 +11,8 @@ from common.config import config, custom_code, lookup
 from common.ranks import backend_setup
 from common.training.hooks import RecoveryHook
 from configs.dataparallel import RECOVERY, SUPERVISOR
-from configs.shared import BACKEND_SETUPS, TrainingExperiment
+from configs.launch_rules import BACKEND_SETUPS
+from configs.shared import TrainingExperiment
 
 
 def list_parameters(function: object) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.measure import step_timing
+from common.measure import steady_steps, step_timing
 from common.techniques.pipeline.stage_tracer import StageTracer
 from tests.harness.environment.fake_cuda import FakeGpu, gpu
 
@@ -41,7 +41,7 @@ def test_stage_tracer_and_step_timer_measure_each_step_from_its_start(gpu: FakeG
 
 def test_only_steps_that_the_gpu_has_completed_are_measured(gpu: FakeGpu) -> None:
     timer = step_timing.StepTimer(nn.Sequential(nn.Linear(1, 1)), torch.device("cuda", 0))
-    fast_steps = step_timing.WARM_UP + step_timing.MIN_STEPS
+    fast_steps = steady_steps.WARM_UP + step_timing.MIN_STEPS
     slow_steps = step_timing.MIN_STEPS
     for number, _ in enumerate(timer.iterate_batches([0] * (fast_steps + slow_steps))):
         gpu.now += STEP_SECONDS if number < fast_steps else 3 * STEP_SECONDS

@@ -1,0 +1,310 @@
+"""Measurement of one training step: memory of a rank by category, and bytes that it sends (`log.memory`)."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from common.checkpoint.local_part import LocalPart
+from common.measure.metrics_log import Values
+from common.ranks.rendezvous import World
+from common.runs.result import ReportData
+from common.training.hooks import StepHook
+
+COLLECTIVE_NAMESPACE = "c10d"
+GATHER_OPERATION = "fsdp::split_with_sizes_copy"
+"""Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
+BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
+"""Bytes that a rank sends, as a multiple of (p - 1) / p times the size of the full tensor."""
+SEND = "send"
+"""Name of the operation that sends a tensor to one rank."""
+
+
+class StepMeter(StepHook):
+    """Hook that measures one step of an attempt.
+
+    All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
+    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the
+    largest size of the storages that autograd saves for the backward pass at any time of the step, without parameters.
+    Of the batches of the data loader, which share a storage, only the part of the step is counted.
+    `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        *,
+        step: int = 1,
+        shared_memory_bytes: int = 0,
+        local_parts: Mapping[str, LocalPart] | None = None,
+    ) -> None:
+        """Prepare the measurement of the parts of the model that this rank trains.
+
+        `step` is the number of the measured step, counted from 1 in each attempt. `shared_memory_bytes` is the number
+        of bytes that this rank sends through shared memory in each step. `local_parts` contains further state of this
+        rank by name.
+        """
+        self.parts = parts
+        self.optimizer = optimizer
+        self.steps_to_wait = step - 1
+        self.shared_memory_bytes = shared_memory_bytes
+        self.local_parts = local_parts or {}
+        self.is_done = False
+        self.contexts = contextlib.ExitStack()
+        self.collectives = CollectiveCounter()
+        self.gathered_parameters = GatheredParameters()
+        self.saved_tensors = SavedTensors(parts)
+        self.memory: dict[str, int] = {}
+        """Bytes by category: parameters, peak_parameters, gradients, optimizer, local, activations, buffers."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent in the measured step."""
+        return round(self.collectives.sent_bytes) + self.shared_memory_bytes if self.is_done else 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training state: parameters at their peak, gradients, optimizer and local state."""
+        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer", "local"))
+
+    def before_step(self) -> None:
+        """Start to observe the measured step, or start again if the step is repeated."""
+        if self.is_done or self.steps_to_wait:
+            return
+        self.contexts.close()
+        for part in self.parts:
+            free_gathered_parameters(part)
+        self.collectives = CollectiveCounter()
+        self.gathered_parameters = GatheredParameters()
+        self.saved_tensors = SavedTensors(self.parts)
+        for context in (self.collectives, self.gathered_parameters, self.saved_tensors):
+            self.contexts.enter_context(context)
+
+    def collect_values(self) -> Values:
+        """Measure the memory at the end of the measured step. The gradients still exist."""
+        if self.steps_to_wait:
+            self.steps_to_wait -= 1
+        elif not self.is_done:
+            self.is_done = True
+            self.contexts.close()
+            self.memory = self._measure_memory()
+        return {}
+
+    def on_end(self) -> None:
+        self.contexts.close()
+
+    def gather_report(self, world: World) -> ReportData:
+        """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
+        ranks = world.gather([self.state_bytes, self.memory.get("activations", 0), self.sent_bytes])
+        if not ranks or not self.is_done:
+            return ReportData()
+        state, activations, sent = (list(values) for values in zip(*ranks, strict=True))
+        lines = [
+            f"training state: {max(state) / 1e6:.3f} MB",
+            f"activations: {max(activations) / 1e6:.3f} MB",
+            f"sent: {max(sent) / 1e6:.3f} MB",
+        ]
+        measured = {"rank_state_bytes": state, "rank_activation_bytes": activations, "rank_sent_bytes": sent}
+        return ReportData({"memory and messages": "\n".join(lines)}, measured=measured)
+
+    def _measure_memory(self) -> dict[str, int]:
+        parameters: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for part in self.parts:
+            parameters += part.parameters()
+            buffers += part.buffers()
+        state: list[Any] = []
+        for values in self.optimizer.state.values():
+            state += values.values()
+        local_state: list[Tensor] = []
+        for part_state in self.local_parts.values():
+            local_state += list_tensors(part_state.state_dict())
+        stored = count_bytes(parameters)
+        return {
+            "parameters": stored,
+            "peak_parameters": stored + self.gathered_parameters.peak_bytes,
+            "gradients": count_bytes(parameter.grad for parameter in parameters),
+            "optimizer": count_bytes(state),
+            "local": count_bytes(local_state),
+            "activations": self.saved_tensors.peak_bytes,
+            "buffers": count_bytes(buffers),
+        }
+
+
+def free_gathered_parameters(model: nn.Module) -> None:
+    """Free the parameters that an evaluation has left gathered, so that the next step gathers them like later steps."""
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None)  # added by fully_shard
+        if reshard is not None:
+            reshard()
+
+
+def list_tensors(state: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts."""
+    if isinstance(state, Mapping):
+        tensors: list[Tensor] = []
+        for value in state.values():
+            tensors += list_tensors(value)
+        return tensors
+    return [state] if isinstance(state, Tensor) else []
+
+
+def count_bytes(values: Iterable[Any]) -> int:
+    """Return the size of this rank's parts of all tensors among `values`."""
+    total = 0
+    for value in values:
+        local = value.to_local() if hasattr(value, "to_local") else value
+        if isinstance(local, Tensor):
+            total += local.numel() * local.element_size()
+    return total
+
+
+class SavedTensor:
+    """A tensor that autograd keeps for the backward pass. It is released when autograd frees it."""
+
+    def __init__(self, tensor: Tensor, address: int, release: Callable[[int], None]) -> None:
+        self.tensor = tensor.detach()  # an output of a node would otherwise keep its own node alive
+        self.address = address
+        self.release = release
+
+    def __del__(self) -> None:
+        self.release(self.address)
+
+
+class SavedTensors:
+    """Context in which the storages that autograd holds for backward passes are observed.
+
+    A storage is counted once, however many tensors use it. The data loader keeps several batches in one storage.
+    Therefore, inputs of the model and integers, such as targets, are counted by their own size.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+        self.hooks = saved_tensors_hooks(self.save, lambda saved: saved.tensor)
+        self.sizes: dict[int, int] = {}
+        """Size in bytes of each storage that is held, and of each tensor that is counted by its own size."""
+        self.holders: Counter[int] = Counter()
+        """Number of saved tensors by the same addresses."""
+        self.input_storages: set[int] = set()
+        self.bytes = 0
+        self.peak_bytes = 0
+        """Largest value of `bytes`, the size of all storages that are held."""
+        self.registrations: list[RemovableHandle] = []
+
+    def __enter__(self) -> SavedTensors:
+        self.registrations = [part.register_forward_pre_hook(self._note_inputs) for part in self.parts]
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.__exit__(*error)
+        for registration in self.registrations:
+            registration.remove()
+
+    def _note_inputs(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note the storages of inputs that have no gradient: the batches of the data loader."""
+        for value in inputs:
+            if isinstance(value, Tensor) and not value.requires_grad:
+                self.input_storages.add(value.untyped_storage().data_ptr())
+
+    def save(self, tensor: Tensor) -> SavedTensor:
+        """Count the storage of a tensor until autograd frees the result, unless it belongs to a parameter."""
+        storage = tensor.untyped_storage()
+        has_own_size = tensor.dtype == torch.int64 or storage.data_ptr() in self.input_storages
+        address = tensor.data_ptr() if has_own_size else storage.data_ptr()
+        if address not in self.sizes and address not in self._list_parameter_addresses():
+            self.sizes[address] = tensor.nbytes if has_own_size else storage.nbytes()
+            self.bytes += self.sizes[address]
+            self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self.holders[address] += 1
+        return SavedTensor(tensor, address, self._release)
+
+    def _release(self, address: int) -> None:
+        """Stop counting a storage after its last saved tensor is freed."""
+        self.holders[address] -= 1
+        if not self.holders[address]:
+            self.bytes -= self.sizes.pop(address, 0)
+
+    def _list_parameter_addresses(self) -> set[int]:
+        """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
+        addresses = set()
+        for part in self.parts:
+            for parameter in part.parameters():
+                detached = parameter.detach()
+                local = detached.to_local() if hasattr(detached, "to_local") else detached
+                addresses.add(local.untyped_storage().data_ptr())
+        return addresses
+
+
+class GatheredParameters(TorchDispatchMode):
+    """Context in which the memory of the parameters that `fully_shard` gathers is observed.
+
+    `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive
+    are not counted, because the thread that receives them frees them at any time after their use. Parameters that are
+    divided in a dimension other than 0 are copied once more; this copy is not observed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = 0
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.name() == GATHER_OPERATION and kwargs:
+            self.storages.update(parameter.untyped_storage() for parameter in kwargs["out"])
+            # The memory only grows in this operation, so the peak is after one of them.
+            self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.storages))
+        return result
+
+
+class CollectiveCounter(TorchDispatchMode):
+    """Context that counts the bytes that this rank sends in all-reduces, all-gathers, reduce-scatters and sends.
+
+    Other operations, which a custom network may use, are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_bytes = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == COLLECTIVE_NAMESPACE:
+            self._count(func.__name__.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
+        if name == SEND:
+            self.sent_bytes += count_bytes(flatten_tensors(args[0]))
+        if name not in BYTES_SENT:
+            return
+        ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
+        full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
+        self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
+
+
+def flatten_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    tensors: list[Tensor] = []
+    for item in value:
+        tensors += flatten_tensors(item)
+    return tensors

@@ -1,0 +1,22 @@
+"""Grid of `make sweep GRID=configs/sweeps/strategies.py NAME=<experiment> RANKS=4`: every strategy of an experiment.
+
+The strategies are those of the config of the experiment (`Strategies`). The first point is one process, with which the
+others are compared.
+"""
+
+from __future__ import annotations
+
+from configs.strategies import Settings, Strategies
+
+SETTINGS: Settings = {"log.memory": "1"}
+"""Settings of every run, in addition to those of the experiment."""
+
+
+def list_points(strategies: Strategies, ranks: int, nodes: int = 1) -> list[dict[str, str]]:
+    """Return the settings of each strategy: first one process, then all divisions among `ranks` ranks on `nodes` hosts.
+
+    The checks of the config may refuse some of them.
+    """
+    host = {"launch.nodes": "1"} if nodes > 1 else {}
+    points = [settings | host for settings in strategies.list_candidates(1)]
+    return points + strategies.list_candidates(ranks, nodes) if ranks > 1 else points

@@ -1,0 +1,161 @@
+"""Sweep over the strategies of an experiment: which strategies are legal, and the table of their runs.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from common.config import config
+from common.config.command_line import parse_command_line
+from common.runs import provenance
+from common.system.errors import UserError
+from common.system.text import format_count
+from configs.shared import Experiment, Launch
+from configs.strategies import Settings, Strategies
+from configs.sweeps import strategies as strategy_grid
+from slurm.arguments import check_experiment_name, parse_count
+from slurm.launch.sweep_file import SweepPlan, SweepPoint, make_point
+from slurm.launch.sweep_folder import SweepFolder
+from slurm.reports import strategies as strategy_report
+
+GRID_FILE = Path("configs", "sweeps", "strategies.py")
+MAX_RANKS = 1024
+MAX_ROUNDS = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyRequest:
+    """The experiment, the number of ranks, and the number of runs of each strategy, as text. Empty if not given."""
+
+    experiment: str
+    ranks: str
+    rounds: str
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the make variables that are given."""
+        values = {"NAME": self.experiment, "RANKS": self.ranks, "ROUNDS": self.rounds}
+        return [name for name, value in values.items() if value]
+
+
+def is_strategy_grid(path: str) -> bool:
+    """Return whether a path is the grid of strategies."""
+    return Path(path).absolute() == config.ROOT / GRID_FILE
+
+
+def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> SweepPlan:
+    """Return the sweep over all legal strategies of an experiment. Raises UserError for invalid arguments."""
+    if not request.experiment or not request.ranks:
+        example = f"make sweep GRID={GRID_FILE} NAME=gpt_parallel RANKS=4"
+        raise UserError(f"GRID={GRID_FILE} needs the experiment and the number of ranks, such as {example}")
+    experiment = check_experiment_name(request.experiment)
+    ranks = parse_count("RANKS", request.ranks, MAX_RANKS)
+    rounds = parse_count("ROUNDS", request.rounds or "1", MAX_ROUNDS)
+    strategies = find_strategies(experiment)
+    given = parse_command_line(overrides).values
+    check_overrides(given, strategies)
+
+    schema = config.import_schema(experiment)
+    settings = {**strategy_grid.SETTINGS, **strategies.run, **given}
+    reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given))
+    cfg = load_strategy(schema, settings, reference)  # raises the error of a setting that all strategies share
+    settings |= choose_device(cfg.launch, ranks)
+    legal = [reference]
+    refused: dict[str, str] = {}
+    for point in others:
+        try:
+            load_strategy(schema, settings, point)
+            legal.append(point)
+        except UserError as error:
+            refused[strategies.format_label(point)] = str(error)
+
+    name = make_sweep_name(experiment, ranks, given)
+    points: list[SweepPoint] = []
+    for repeat in range(rounds):
+        for values in legal:
+            checked = make_point(name, experiment, settings, values, repeat)
+            points.append(dataclasses.replace(checked, title=strategies.format_label(values)))
+    return SweepPlan(name, experiment, settings, points, parallel=1, refused=refused, compares_strategies=True)
+
+
+def find_strategies(experiment: str) -> Strategies:
+    """Return the strategies of an experiment. Raises UserError if it has none."""
+    strategies = config.import_schema(experiment).strategies
+    if strategies is None:
+        names = [name for name in config.list_experiments() if config.import_schema(name).strategies is not None]
+        raise UserError(f"NAME={experiment}: this experiment has no strategies to compare; use {', '.join(names)}")
+    return strategies
+
+
+def check_overrides(given: Settings, strategies: Strategies) -> None:
+    """Raise UserError if ARGS sets a setting in which the strategies differ."""
+    varied = sorted(given.keys() & strategies.varied_settings)
+    if varied:
+        names = " and ".join(varied)
+        raise UserError(f"ARGS sets {names}, but the sweep compares all values; omit {names}")
+
+
+def choose_device(launch: Launch, ranks: int) -> dict[str, str]:
+    """Return the setting with which all strategies use the same type of device on this machine."""
+    gpus = provenance.count_visible_gpus()
+    if not gpus or launch.device != "auto" or launch.mixed or launch.excludes_gpus:
+        return {}
+    return {"launch.device": "cuda" if gpus >= ranks else "cpu"}
+
+
+def parse_nodes(given: Settings) -> int:
+    """Return the number of hosts. An invalid number is refused later."""
+    text = given.get("launch.nodes", "1")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
+def load_strategy(schema: type[Experiment], settings: Settings, point: Settings) -> Experiment:
+    """Return the config of a strategy. Raises UserError if its checks refuse the strategy."""
+    return config.load_config(schema, [f"{name}={value}" for name, value in {**settings, **point}.items()])
+
+
+def make_sweep_name(experiment: str, ranks: int, given: Mapping[str, Any]) -> str:
+    """Return the name of the sweep. Sweeps with different settings have different names."""
+    name = f"strategies-{experiment}-{ranks}"
+    relevant = {key: value for key, value in given.items() if key != "runs"}
+    if not relevant:
+        return name
+    digest = hashlib.sha256(json.dumps(sorted(relevant.items())).encode()).hexdigest()
+    return f"{name}-{digest[:4]}"
+
+
+def print_refused(plan: SweepPlan) -> None:
+    """Print the strategies that the checks refuse, with the reasons."""
+    labels: dict[str, list[str]] = {}
+    for label, reason in plan.refused.items():
+        labels.setdefault(reason, []).append(label)
+    for reason, members in labels.items():
+        others = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        print(f"  not available: {members[0]}{others}: {reason}", flush=True)
+
+
+def report_strategies(sweep: SweepFolder) -> None:
+    """Print the table of the strategies, and draw time against memory, as far as their runs have finished."""
+    runs: dict[str, list[strategy_report.StrategyRun]] = {}
+    missing = []
+    for point in sweep.plan.points:
+        folder = sweep.find_run_folder(point)
+        run = strategy_report.read_run(folder, point.repeat) if folder is not None else None
+        if run is None:
+            missing.append(f"{point.label} ({sweep.read_state(point).lower()})")
+        else:
+            runs.setdefault(point.label, []).append(run)
+    if len(runs) < 2:
+        print("the table needs one process and another strategy; repeat the command when their runs have finished")
+        return
+    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path)
+    if missing:
+        print(f"not in the table: {format_count(len(missing), 'run')}: {', '.join(missing)}")
+    print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

@@ -1,0 +1,274 @@
+"""Table and figure of runs with the same model and different strategies. This module does not import torch.
+
+Each run is an ordinary run with `log.memory`. Its times and losses are read from metrics.jsonl, its memory and messages
+from result.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any
+
+from common.measure.labeled_points import draw_labeled_points
+from common.measure.steady_steps import select_steady_steps
+from common.runs import provenance
+from common.runs.compare.compare_table import get_terminal_width
+from common.runs.folder import RunFolder, read_json
+from common.runs.result import Result, parse_result, to_finite_number
+from common.system.text import format_count
+
+FIGURE = "strategies.svg"
+MISSING = "-"
+MIN_WIDTH = 110
+"""Width of the table in characters on narrower terminals, where its lines are wrapped."""
+
+
+@dataclass(frozen=True)
+class StrategyRun:
+    """Measurements of one finished run."""
+
+    repeat: int
+    """Round of the run. Losses are compared with those of one process in the same round."""
+    ranks: int
+    threads: int
+    """Number of CPU threads of each rank."""
+    host_cores: int
+    """Number of cores of the host if all ranks ran on the CPUs of one host, otherwise 0."""
+    step_seconds: Sequence[float]
+    """Durations of the steps after the first ones."""
+    losses: Sequence[float]
+    """Loss of each step."""
+    samples_per_step: float
+    tokens_per_sample: float
+    """Number of tokens of a sample, or 0 if samples are not texts."""
+    state_bytes: float | None
+    """Training state of the rank that needs most memory; None if the run has not measured its memory."""
+    activation_bytes: float
+    """Activations of the same rank."""
+    sent_bytes: float
+    """Bytes that a rank sends in a step; the largest number of any rank."""
+    idle_share: float | None
+    """Share of time (0 to 1) that ranks wait, if the run has measured it."""
+
+    @property
+    def is_oversubscribed(self) -> bool:
+        """Whether the host has fewer cores than ranks."""
+        return 0 < self.host_cores < self.ranks
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """Training state and activations of the rank that needs most memory."""
+        return None if self.state_bytes is None else self.state_bytes + self.activation_bytes
+
+
+def read_run(folder: RunFolder, repeat: int = 0) -> StrategyRun | None:
+    """Return the measurements of a run, or None if it has not finished or had too few steps."""
+    result = parse_result(folder.result)
+    attempts = folder.list_attempts()
+    rows = [row for row in folder.read_metrics() if to_finite_number(row.get("loss")) is not None]
+    timed = [row for row in rows if row.get("step_time")]
+    if result.state != "finished" or not attempts or not timed:
+        return None
+    world = read_json(attempts[-1].attempt_folder / "world.json")
+    state, activations, sent = find_largest_rank(result)
+    return StrategyRun(
+        repeat=repeat,
+        ranks=int(world.get("processes", 1)),
+        threads=int(world.get("threads", 1)),
+        host_cores=count_host_cores(folder, world),
+        step_seconds=select_steady_steps([row["step_time"] for row in timed]),
+        losses=[row["loss"] for row in rows],
+        samples_per_step=rows[0]["samples"] / rows[0]["global_step"],
+        tokens_per_sample=compute_tokens_per_sample(result),
+        state_bytes=state,
+        activation_bytes=activations,
+        sent_bytes=sent,
+        idle_share=result.compute_waiting_share(),
+    )
+
+
+def find_largest_rank(result: Result) -> tuple[float | None, float, float]:
+    """Return state and activations of the rank that needs most memory, and the most bytes that a rank sends."""
+    measured = result.measured
+    states = measured.get("rank_state_bytes") or []
+    activations = measured.get("rank_activation_bytes") or []
+    pairs = list(zip(states, activations, strict=False))
+    if not pairs:
+        return None, 0.0, 0.0
+    state, activation = max(pairs, key=sum)
+    return float(state), float(activation), float(max(measured.get("rank_sent_bytes") or [0]))
+
+
+def count_host_cores(folder: RunFolder, world: Mapping[str, Any]) -> int:
+    """Return the number of cores if all ranks ran on the CPUs of the host that started the run, otherwise 0."""
+    machine = provenance.read_metadata(folder).get("machine", {})
+    is_local = set(world.get("hosts", [])) == {machine.get("host")}
+    return int(machine.get("cores", 0)) if is_local and world.get("device") == "cpu" else 0
+
+
+def compute_tokens_per_sample(result: Result) -> float:
+    """Return the number of tokens of a sample, or 0 if the run has not measured tokens."""
+    tokens = result.find_number("tokens_per_second")
+    samples = result.find_number("samples_per_second")
+    return tokens / samples if tokens and samples else 0.0
+
+
+@dataclass(frozen=True)
+class StrategySummary:
+    """Row of the table: a strategy, over all of its runs."""
+
+    label: str
+    runs: Sequence[StrategyRun]
+    loss_difference: float | None
+    """Largest difference of a loss from that of one process at the same step; None without a run to compare."""
+
+    @property
+    def times(self) -> list[float]:
+        """Durations of the steps of all runs, in ms."""
+        milliseconds: list[float] = []
+        for run in self.runs:
+            milliseconds += [1e3 * seconds for seconds in run.step_seconds]
+        return milliseconds
+
+    @property
+    def milliseconds(self) -> float:
+        """Median duration of a step."""
+        return median(self.times)
+
+    @property
+    def memory_megabytes(self) -> float | None:
+        """Training state and activations of the rank that needs most memory, in MB (1e6 bytes)."""
+        sizes = [run.memory_bytes for run in self.runs]
+        return max((size for size in sizes if size is not None), default=0) / 1e6 if None not in sizes else None
+
+    @property
+    def sent_megabytes(self) -> float:
+        """Bytes that a rank sends in a step, in MB (1e6 bytes)."""
+        return max(run.sent_bytes for run in self.runs) / 1e6
+
+    def format_cells(self) -> list[str]:
+        """Return the cells of the row, in the order of `list_heads`."""
+        run = self.runs[0]
+        per_second = run.samples_per_step / (self.milliseconds / 1e3) * (run.tokens_per_sample or 1)
+        activations = memory = MISSING
+        if self.memory_megabytes is not None:
+            activations = f"{run.activation_bytes / 1e6:,.1f}"
+            memory = f"{self.memory_megabytes:,.1f}"
+        shares = [run.idle_share for run in self.runs if run.idle_share is not None]
+        return [
+            self.label,
+            f"{run.ranks} (oversubscribed)" if run.is_oversubscribed else str(run.ranks),
+            format_times(self.times),
+            f"{per_second:,.0f}",
+            memory,
+            activations,
+            f"{self.sent_megabytes:,.2f}",
+            f"{fmean(shares):.0%}" if shares else MISSING,
+            f"{self.loss_difference:.1g}" if self.loss_difference is not None else MISSING,
+        ]
+
+
+def list_heads(run: StrategyRun) -> list[str]:
+    """Return the heads of the columns."""
+    per_second = "tokens/s" if run.tokens_per_sample else "samples/s"
+    memory = ["memory,\nMB", "of these\nactivations"]
+    return ["strategy", "ranks", "ms per step", per_second, *memory, "sent,\nMB", "idle", "loss\ndifference"]
+
+
+def format_times(milliseconds: Sequence[float]) -> str:
+    """Return the median and the quartiles, as in `529 [512..547]`."""
+    digits = ",.0f" if median(milliseconds) >= 100 else ",.3g"
+    if len(milliseconds) < 2:
+        return format(milliseconds[0], digits)
+    low, middle, high = quantiles(milliseconds, n=4, method="inclusive")
+    return f"{middle:{digits}} [{low:{digits}}..{high:{digits}}]"
+
+
+def summarize(runs: Mapping[str, Sequence[StrategyRun]]) -> list[StrategySummary]:
+    """Return the rows of the table. The first strategy is one process, with which losses are compared."""
+    reference = {run.repeat: run.losses for run in next(iter(runs.values()))}
+    summaries = []
+    for label, members in runs.items():
+        differences = []
+        for run in members:
+            for loss, expected in zip(run.losses, reference.get(run.repeat, ()), strict=False):
+                differences.append(abs(loss - expected))
+        summaries.append(StrategySummary(label, members, max(differences, default=None)))
+    return summaries
+
+
+def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], folder: Path) -> None:
+    """Print the table and the answers, and draw the figure in a folder. `runs` has at least two strategies."""
+    from rich.console import Console  # imported here because most commands print no such table
+    from rich.table import Table
+
+    rows = summarize(runs)
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("#", justify="right", no_wrap=True)
+    heads = list_heads(rows[0].runs[0])
+    for head in heads:
+        is_label = head == heads[0]
+        table.add_column(head, justify="left" if is_label else "right", overflow="fold", no_wrap=not is_label)
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), *row.format_cells())
+    console = Console(width=max(MIN_WIDTH, get_terminal_width()), highlight=False)
+    console.print(table)
+    print(describe_measurement(rows))
+    for question, answer in answer_questions(rows).items():
+        print(f"  {question:<22} {answer}")
+    if all(row.memory_megabytes is not None for row in rows):
+        path = folder / FIGURE
+        draw_figure(path, experiment, rows)
+        print(f"  {'figure':<22} {path.absolute().as_uri()}", flush=True)
+
+
+def describe_measurement(rows: Sequence[StrategySummary]) -> str:
+    """Return the caption: number of steps and rounds, and what the columns mean."""
+    runs: list[StrategyRun] = []
+    for row in rows:
+        runs += row.runs
+    steps = sorted({len(run.step_seconds) for run in runs})
+    rounds = max(len(row.runs) for row in rows)
+    number = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
+    lines = [
+        f"step time: median [quartiles] of {number} steps after the first ones, in {format_count(rounds, 'round')}",
+        "memory: training state and activations of the rank that needs most; sent: most bytes of a rank in a step",
+        "loss difference: largest difference of a step's loss from that of one process",
+    ]
+    threads = {(run.ranks, run.threads) for run in runs}
+    if len({count for _, count in threads}) > 1:
+        texts = [f"{count} with {format_count(ranks, 'rank')}" for ranks, count in sorted(threads)]
+        lines.append(f"threads per rank: {', '.join(texts)}")
+    crowded = [run for run in runs if run.is_oversubscribed]
+    if crowded:
+        run = crowded[0]
+        lines.append(f"(oversubscribed): {run.ranks} ranks share {format_count(run.host_cores, 'core')}")
+    return "\n".join(lines)
+
+
+def answer_questions(rows: Sequence[StrategySummary]) -> dict[str, str]:
+    """Return the best strategies for common questions: speed, memory, and a slow link."""
+    numbered = list(enumerate(rows, 1))
+
+    def describe(number: int, row: StrategySummary) -> str:
+        return f"{number}: {row.label}"
+
+    answers = {"fastest": describe(*min(numbered, key=lambda pair: pair[1].milliseconds))}
+    if all(row.memory_megabytes is not None for row in rows):
+        answers["least memory per rank"] = describe(*min(numbered, key=lambda pair: pair[1].memory_megabytes or 0))
+        several = [(number, row) for number, row in numbered if row.runs[0].ranks > 1]
+        if several:
+            answers["fewest bytes sent"] = describe(*min(several, key=lambda pair: pair[1].sent_megabytes))
+    return answers
+
+
+def draw_figure(path: Path, experiment: str, rows: Sequence[StrategySummary]) -> None:
+    """Draw the time of a step against the memory of a rank, with one numbered point per strategy."""
+    points = {row.label: (row.memory_megabytes or 0.0, row.milliseconds) for row in rows}
+    run = max((row.runs[0] for row in rows), key=lambda run: run.ranks)
+    crowded = f" on {format_count(run.host_cores, 'core')} (oversubscribed)" if run.is_oversubscribed else ""
+    title = f"{experiment}: one process and {format_count(run.ranks, 'rank')}{crowded}"
+    draw_labeled_points(path, points, "memory of a rank, MB", "ms per step", title=title)

@@ -1,0 +1,173 @@
+"""Tables of an experiment: every refused pair of settings is refused, and every other pair builds a config."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from common.config import config, config_keys
+from common.system.errors import UserError
+from configs.strategies import Condition, Refusal, Settings, Strategies, factorize
+from configs.sweeps.strategies import list_points
+
+SCHEMAS = {name: config.import_schema(name) for name in config.list_experiments()}
+WITH_REFUSALS = [name for name, schema in SCHEMAS.items() if schema.refused]
+WITH_STRATEGIES = [name for name, schema in SCHEMAS.items() if schema.strategies is not None]
+BASE_SETTINGS = {"ddp_multinode": {"model": "resnet18"}}
+"""Settings with which each setting of the table can have each of its values."""
+PAIRS_OF_SHARED_GROUPS = {frozenset({"elastic.on", "shards"})}
+"""Pairs that the check of a group of settings refuses, because several experiments have the group."""
+
+
+def list_values(name: str, condition: Condition) -> tuple[str, str]:
+    """Return a value of a setting that meets a condition, and one that does not."""
+    key = config_keys.list_keys(SCHEMAS[name])[condition.setting]
+    if condition.operator == ">":
+        larger = float(condition.operand) + 0.5 if key.type is float else int(condition.operand) + 1
+        return str(larger), condition.operand
+    if key.type is bool:
+        other = "false" if condition.operand == "true" else "true"
+    elif key.type is int:
+        other = str(int(condition.operand) + 1)
+    else:
+        default = str(key.choices[0]) if key.choices else "equal"
+        other = default if default != condition.operand else str(key.choices[1])
+    return (condition.operand, other) if condition.operator == "=" else (other, condition.operand)
+
+
+def load(name: str, settings: Mapping[str, str]) -> Any:
+    merged = {**BASE_SETTINGS.get(name, {}), **settings}
+    return config.load_config(SCHEMAS[name], [f"{key}={value}" for key, value in merged.items()], {})
+
+
+def list_refusals() -> Iterator[tuple[str, Refusal]]:
+    for name in WITH_REFUSALS:
+        for refusal in SCHEMAS[name].refused:
+            yield name, refusal
+
+
+def make_refused_settings(name: str, refusal: Refusal) -> dict[str, str]:
+    """Return settings that meet both conditions of a refusal."""
+    return {condition.setting: choose_met_value(name, condition) for condition in refusal.conditions}
+
+
+def choose_met_value(name: str, condition: Condition) -> str:
+    met, _ = list_values(name, condition)
+    return "net.py:Net" if (condition.setting, condition.operator) == ("model", "!=") else met
+
+
+@pytest.mark.parametrize("name, refusal", list(list_refusals()), ids=str)
+def test_every_refusal_of_a_table_names_the_remedy(name: str, refusal: Refusal) -> None:
+    settings = make_refused_settings(name, refusal)
+    with pytest.raises(UserError) as refused:
+        load(name, settings)
+    message = str(refused.value)
+    assert message == refusal.format_message(settings)
+    assert refusal.problem and refusal.remedy
+    assert any(condition.setting.partition(".")[0] in message for condition in refusal.conditions)
+
+
+def list_levels(name: str) -> dict[str, list[str]]:
+    """Return the values of each setting of a table that its conditions distinguish."""
+    levels: dict[str, dict[str, None]] = {}
+    for refusal in SCHEMAS[name].refused:
+        for condition in refusal.conditions:
+            values = levels.setdefault(condition.setting, {})
+            values |= dict.fromkeys((choose_met_value(name, condition), list_values(name, condition)[1]))
+    return {setting: list(values) for setting, values in levels.items()}
+
+
+@functools.cache
+def read_base_values(name: str) -> dict[str, Any]:
+    return config_keys.read_values(load(name, {}))
+
+
+def find_refusal(name: str, settings: Mapping[str, str]) -> Refusal | None:
+    """Return the refusal that the table predicts for settings."""
+    values = read_base_values(name) | config.parse_values(SCHEMAS[name], settings)
+    return next((refusal for refusal in SCHEMAS[name].refused if refusal.applies(values)), None)
+
+
+@pytest.mark.parametrize("name", WITH_REFUSALS)
+def test_a_pair_of_settings_is_refused_exactly_if_the_table_says_so(name: str) -> None:
+    legal = refused = 0
+    for (first, first_values), (second, second_values) in itertools.combinations(list_levels(name).items(), 2):
+        if {first, second} in PAIRS_OF_SHARED_GROUPS:
+            continue
+        for values in itertools.product(first_values, second_values):
+            settings = dict(zip((first, second), values, strict=True))
+            refusal = find_refusal(name, settings)
+            if refusal is None:
+                load(name, settings)
+                legal += 1
+            else:
+                with pytest.raises(UserError):
+                    load(name, settings)
+                refused += 1
+    assert legal > refused > 0
+
+
+@pytest.mark.parametrize("name", WITH_STRATEGIES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_strategy_has_the_requested_number_of_ranks(name: str, ranks: int) -> None:
+    """With the settings of the sweep, no strategy is refused. All labels and all configs differ."""
+    strategies = SCHEMAS[name].strategies
+    assert strategies is not None
+    points = list_points(strategies, ranks)
+    configs = [load(name, {**strategies.run, **point}) for point in points]
+    single, *divided = configs
+    assert single.processes == 1
+    assert all(cfg.processes == ranks for cfg in divided)
+    labels = set(map(strategies.format_label, points))
+    texts = set(map(config.format_yaml, configs))
+    assert len(labels) == len(texts) == len(points)
+    assert ranks == 1 or strategies.varied_settings == set().union(*points)
+
+
+def test_ranks_per_host_are_divided_by_the_hosts() -> None:
+    strategies = Strategies({"processes_per_node": ({"strategy": "ddp"},)})
+    single, divided = list_points(strategies, 4, nodes=2)
+    assert single == {"processes_per_node": "1", "launch.nodes": "1"}
+    assert divided == {"processes_per_node": "2", "strategy": "ddp"}
+
+
+def test_a_strategy_deviates_in_one_variant_or_option() -> None:
+    zbv = {"schedule": "zbv", "stages_per_process": "2"}
+    degrees = {"replicas": ({},), "stages": ({}, zbv)}
+    options: list[Settings] = [{}, {"recompute": "true"}]
+    strategies = Strategies(degrees, undivided={"stages": {"mode": "single"}}, options=options)
+    points = list_points(strategies, 2)
+    assert list(map(strategies.format_label, points)) == [
+        "one process mode=single",
+        "one process mode=single recompute=true",
+        "replicas=2 mode=single",
+        "replicas=2 mode=single recompute=true",
+        "stages=2",
+        "stages=4 schedule=zbv stages_per_process=2",
+        "stages=2 recompute=true",
+    ]
+
+
+def test_numbers_are_factorized_in_every_order() -> None:
+    assert list(factorize(4, 2)) == [(4, 1), (2, 2), (1, 4)]
+    assert len(list(factorize(8, 3))) == 10
+
+
+def test_a_condition_holds_for_values_of_each_type() -> None:
+    values: dict[str, tuple[Any, Any]] = {"tensor>1": (2, 1), "model!=gpt": ("net.py:Net", "gpt")}
+    values["sequence=true"] = (True, False)
+    values["shards=auto"] = (["auto"], ["3", "1"])
+    values["dropout>0"] = (0.2, 0.0)
+    for text, (met, other) in values.items():
+        condition = Condition.parse(text)
+        assert condition.holds(met)
+        assert not condition.holds(other)
+
+
+def test_a_text_without_an_operator_is_no_condition() -> None:
+    with pytest.raises(ValueError, match="'tensor' is not a condition such as tensor>1"):
+        Condition.parse("tensor")

@@ -1,0 +1,150 @@
+"""Table of strategies: what is read from the runs, how runs are combined, and which answers follow."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.runs.folder import RunFolder, read_json, write_json
+from slurm.reports import strategies
+from slurm.reports.strategies import StrategyRun, answer_questions, summarize
+from tests.harness.runs.synthetic_runs import SyntheticRun, write_rows
+
+MEASURED = {
+    "rank_state_bytes": [5_000_000, 6_000_000],
+    "rank_activation_bytes": [4_000_000, 1_000_000],
+    "rank_sent_bytes": [100, 300],
+    "idle_share": [0.2, 0.4],
+}
+
+
+BASE_RUN = StrategyRun(
+    repeat=0,
+    ranks=2,
+    threads=1,
+    host_cores=2,
+    step_seconds=[0.1, 0.2, 0.3],
+    losses=[2.0, 1.0],
+    samples_per_step=10.0,
+    tokens_per_sample=0.0,
+    state_bytes=3e6,
+    activation_bytes=1e6,
+    sent_bytes=2e6,
+    idle_share=None,
+)
+
+
+def make_run(**changes: Any) -> StrategyRun:
+    return dataclasses.replace(BASE_RUN, **changes)
+
+
+def write_run(folder: Path, **result: Any) -> RunFolder:
+    """Write a finished run of twelve steps, whose first steps are slow, with two ranks on one core."""
+    run = SyntheticRun(steps=12, result={"measured": MEASURED} | result).write(folder)
+    attempt = run.list_attempts()[-1]
+    rows = []
+    for step in range(1, 13):
+        row = {"global_step": step, "samples": 64 * step, "time": step, "loss": 1 / step}
+        if step > 1:  # the first step is not timed
+            row["step_time"] = 1.0 if step < 5 else 0.1 + 0.01 * step
+        rows.append(row)
+    rows.append({"global_step": 12, "samples": 768, "time": 20, "test_loss": 1.0})
+    write_rows(attempt, rows)
+    world = {"processes": 2, "hosts": ["vm"] * 2, "device": "cpu"}
+    write_json(attempt.attempt_folder / "world.json", world)
+    meta = read_json(run.path / "meta.json")
+    meta["machine"] = {"host": "vm", "cores": 1}
+    write_json(run.path / "meta.json", meta)
+    return run
+
+
+def test_the_measurements_of_a_run_are_read_from_its_files(tmp_path: Path) -> None:
+    run = strategies.read_run(write_run(tmp_path), repeat=3)
+    assert run is not None
+    assert run.repeat == 3
+    assert run.ranks == 2
+    assert run.host_cores == 1
+    assert run.is_oversubscribed
+    assert run.step_seconds == pytest.approx([0.1 + 0.01 * step for step in range(5, 13)])
+    assert run.losses == [1 / step for step in range(1, 13)]
+    assert run.samples_per_step == 64
+    assert run.memory_bytes == 9e6, "rank 0 needs most memory"
+    assert run.activation_bytes == 4e6
+    assert run.sent_bytes == 300, "rank 1 sends most"
+    assert run.idle_share == pytest.approx(0.3)
+
+
+def test_an_unfinished_run_has_no_measurements(tmp_path: Path) -> None:
+    assert strategies.read_run(write_run(tmp_path, state="failed")) is None
+
+
+def test_a_run_on_other_hosts_is_not_oversubscribed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    world = folder.list_attempts()[-1].attempt_folder / "world.json"
+    write_json(world, read_json(world) | {"hosts": ["node1", "node2"]})
+    run = strategies.read_run(folder)
+    assert run is not None
+    assert not run.is_oversubscribed
+
+
+def test_losses_are_compared_with_one_process_in_the_same_round() -> None:
+    first = make_run(losses=[2.0, 1.0])
+    second = make_run(repeat=1, losses=[3.0, 2.0])
+    runs = {"one process": [first, second]}
+    runs["tensor=2"] = [make_run(losses=[2.0, 1.25]), make_run(repeat=1, losses=[3.5, 2.0])]
+    runs["fsdp=2"] = [make_run(repeat=2)]
+    rows = summarize(runs)
+    assert [row.loss_difference for row in rows] == [0, 0.5, None]
+
+
+def test_times_are_the_median_and_quartiles_over_all_rounds() -> None:
+    first = make_run(step_seconds=[0.1, 0.2])
+    second = make_run(repeat=1, step_seconds=[0.3, 0.4, 0.5])
+    (row,) = summarize({"one process": [first, second]})
+    cells = dict(zip(strategies.list_heads(row.runs[0]), row.format_cells(), strict=True))
+    assert cells["ms per step"] == "300 [200..400]"
+    assert cells["samples/s"] == "33"
+
+
+def make_runs() -> dict[str, list[StrategyRun]]:
+    """Return a run of each of four strategies, of which each is the best one for another question."""
+    runs = {"one process": [make_run(ranks=1, threads=2, state_bytes=8e6, sent_bytes=0)]}
+    runs["tensor=2"] = [make_run(step_seconds=[0.1], sent_bytes=5e6)]
+    runs["fsdp=2"] = [make_run(state_bytes=2e6, sent_bytes=9e6)]
+    runs["replicas=2"] = [make_run(state_bytes=8e6, sent_bytes=1e6)]
+    return runs
+
+
+def test_the_answers_name_the_best_strategy_for_each_question() -> None:
+    assert answer_questions(summarize(make_runs())) == {
+        "fastest": "2: tensor=2",
+        "least memory per rank": "3: fsdp=2",
+        "fewest bytes sent": "4: replicas=2",
+    }
+
+
+def test_without_memory_only_the_fastest_strategy_is_known() -> None:
+    runs = make_runs()
+    runs["context=2"] = [make_run(step_seconds=[0.05], state_bytes=None)]
+    assert answer_questions(summarize(runs)) == {"fastest": "5: context=2"}
+
+
+@pytest.mark.parametrize("columns", ["60", "120", "200"])
+def test_the_table_has_a_row_for_each_strategy_and_a_figure(
+    columns: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    runs = make_runs()
+    runs["tensor=4"] = [make_run(ranks=4)]
+    strategies.print_report("gpt", runs, tmp_path)
+    out = capsys.readouterr().out
+    for label in runs:
+        assert label in out
+    assert "4 (oversubscribed)" in out
+    assert "(oversubscribed): 4 ranks share 2 cores" in out
+    assert "threads per rank: 2 with 1 rank, 1 with 2 ranks, 1 with 4 ranks" in out
+    assert "in 1 round" in out
+    assert "on 2 cores (oversubscribed)" in (tmp_path / "strategies.svg").read_text()
