@@ -17,16 +17,18 @@ from configs.strategies import Refusal, Strategies
 
 BYTE_VOCABULARY = 256
 """Number of different tokens of a text whose tokens are bytes."""
+MICROBATCHES = {"accumulate": "8"}
+"""A pipeline of four ranks with two stages each needs eight microbatches."""
 STRATEGIES = Strategies(
     degrees={
         "replicas": ({},),
         "stages": (
-            {"schedule": "1f1b"},
-            {"schedule": "gpipe"},
-            {"schedule": "zero_bubble"},
-            {"schedule": "interleaved_1f1b", "stages_per_process": "2"},
-            {"schedule": "zbv", "stages_per_process": "2"},
-            {"schedule": "dualpipev", "stages_per_process": "2"},
+            {"schedule": "1f1b"} | MICROBATCHES,
+            {"schedule": "gpipe"} | MICROBATCHES,
+            {"schedule": "zero_bubble"} | MICROBATCHES,
+            {"schedule": "interleaved_1f1b", "stages_per_process": "2"} | MICROBATCHES,
+            {"schedule": "zbv", "stages_per_process": "2"} | MICROBATCHES,
+            {"schedule": "dualpipev", "stages_per_process": "2"} | MICROBATCHES,
         ),
         "fsdp": ({}, {"reshard": "false"}),
         "context": ({},),
