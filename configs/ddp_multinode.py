@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from configs.batch_plan import BatchPlan
+from configs.batch_plan import BatchPlan, list_divisors
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
+from configs.memory import Memory
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization
 
@@ -25,6 +26,13 @@ class Config(Replicated):
     networks accept the images of any data set. FILE.py:Class is a custom network."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""
+    fsdp: int = between(0, 64, 0, only="strategy=fsdp")
+    """Number of ranks among which parameters, gradients and optimizer states are divided. 0 uses all ranks. With fewer
+    ranks than the run has, there are several replicas of the model (hybrid sharding): the parameters are gathered
+    within a replica, and the gradients are averaged over all of them."""
+    reshard: bool = field(default=True, metadata={"only": "strategy=fsdp"})
+    """Free the gathered parameters of a layer after its forward pass, and gather them again for its backward pass.
+    false keeps them, which needs more memory and less communication."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compression of the gradients that DDP all-reduces. fp16 and bf16 send gradients in half precision; powersgd sends
     two low-rank matrices whose product approximates a gradient (arXiv 1905.13727)."""
@@ -48,6 +56,11 @@ class Config(Replicated):
     sharding: Sharding = flat(Sharding)
     elastic: Elastic = field(default_factory=Elastic)
     initial: InitialWeights = flat(InitialWeights)
+    memory: Memory = flat(Memory)
+
+    @property
+    def divides_updates(self) -> bool:
+        return self.memory.zero1
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -59,14 +72,20 @@ class Config(Replicated):
         self.sharding.check(self.batch_plan)
         self.elastic.check(self.processes, self.launch, self.sharding)
         is_fsdp = self.strategy == "fsdp"
-        if self.elastic.on and (is_fsdp or self.communication == "powersgd"):
-            setting = "strategy=fsdp" if is_fsdp else "communication=powersgd"
-            raise ValueError(
-                f"elastic=true cannot be combined with {setting}, because losing a rank would lose part of the state; "
-                f"omit {setting}"
-            )
+        divides_state = {
+            "strategy=fsdp": is_fsdp,
+            "communication=powersgd": self.communication == "powersgd",
+            "zero1=true": self.memory.zero1,
+        }
+        for setting, is_set in divides_state.items():
+            if self.elastic.on and is_set:
+                raise ValueError(
+                    f"elastic=true cannot be combined with {setting}, because losing a rank would lose part of the "
+                    f"state; omit {setting}"
+                )
         if is_fsdp:
             self.check_fsdp()
+        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
         if self.sharding.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
             setting = "strategy=fsdp" if is_fsdp else "sync_batchnorm=true"
             raise ValueError(
@@ -80,6 +99,7 @@ class Config(Replicated):
             "static_graph": self.static_graph,
             "find_unused_parameters": self.find_unused_parameters,
             "communication": self.communication != "none",
+            "zero1": self.memory.zero1,
         }
         for name, is_set in ddp_settings.items():
             if is_set:
@@ -89,3 +109,9 @@ class Config(Replicated):
                 "launch.mixed=true cannot be combined with strategy=fsdp, which requires devices of one type; "
                 "use strategy=ddp"
             )
+        ranks = self.processes
+        if self.fsdp == 1 < ranks:
+            raise ValueError("fsdp=1 divides no parameters; use fsdp=2 or more, fsdp=0 for all ranks, or strategy=ddp")
+        if self.fsdp and ranks % self.fsdp:
+            valid = " or ".join(str(divisor) for divisor in list_divisors(ranks)[1:])
+            raise ValueError(f"the {ranks} ranks cannot be divided evenly by fsdp={self.fsdp}; use fsdp={valid}")

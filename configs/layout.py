@@ -29,6 +29,8 @@ class Layout:
     """Whether the gathered parameters of a block are freed after its forward pass."""
     replicas: int = 1
     """Number of copies of the model."""
+    zero1: bool = False
+    """Whether the ranks with the same parameters divide the optimizer state."""
 
     @property
     def ranks(self) -> int:
@@ -44,6 +46,11 @@ class Layout:
     def parameter_shards(self) -> int:
         """Number of ranks among which fsdp divides each parameter, or each shard of tensor parallelism."""
         return self.fsdp * self.context if self.fsdp > 1 else 1
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same parameters, or the same shards of parameters."""
+        return self.replicas if self.fsdp > 1 else self.replicas * self.context
 
     @property
     def waits_in_forward(self) -> bool:

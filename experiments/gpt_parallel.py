@@ -26,6 +26,7 @@ from common.techniques.language_model.targets import count_valid_tokens, mask_ta
 from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.layout_report import LayoutReport
 from common.techniques.parallel_layout.step_meter import StepMeter
+from common.techniques.sharded_optimizer import divide_optimizer_state
 from configs.gpt_parallel import Config
 
 from typing import Any
@@ -61,6 +62,8 @@ def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
     parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
+    if cfg.memory.zero1:
+        divide_optimizer_state(run, optimizer, parallel.copies)  # each rank updates some parameters, and sends them
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)
     meter = StepMeter(network, optimizer)  # measures memory and messages of the first step

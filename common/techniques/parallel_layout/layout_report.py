@@ -120,7 +120,7 @@ class LayoutReport:
         layout = self.layout
         degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} context={layout.context} tensor={layout.tensor}"
         rows = {
-            "layout": degrees + (" sequence=true" if layout.sequence else ""),
+            "layout": degrees + "".join(f" {name}=true" for name in ("sequence", "zero1") if getattr(layout, name)),
             "memory and messages": "\n".join(lines),
         }
         measured = self.result().measured

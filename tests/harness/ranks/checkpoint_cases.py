@@ -172,7 +172,7 @@ def resume_sharded_parameters(case: CheckpointCase) -> Any:
     def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
         parameters = list(model.named_parameters())
         tensors = state_dicts.gather_full_tensors(parameters, keep)
-        return tensors, state_dicts.collect_optimizer_state(optimizer, parameters, keep)
+        return tensors, state_dicts.collect_optimizer_state(optimizer, parameters, None if keep else ())
 
     model, optimizer = build(1)
     for _ in range(2):
