@@ -34,11 +34,14 @@ CASES = {
         f"replicas=2,accumulate=2,{BUILTIN}",
         "context=2,accumulate=2",
         f"context=2,{BUILTIN}",
+        f"replicas=2,accumulate=2,zero1=true,{BUILTIN}",
+        "context=2,zero1=true",
     ),
     3: (
         "fsdp=3,batch=9",
         f"fsdp=3,batch=9,reshard=false,{BUILTIN}",
         f"fsdp=3,batch=9,{GROUPED}",
+        "replicas=3,batch=9,zero1=true",
     ),
     4: (
         "tensor=4,sequence=true",
@@ -58,11 +61,19 @@ CASES = {
         "context=2,fsdp=2,reshard=false",
         f"context=2,fsdp=2,{BUILTIN}",
         f"context=2,replicas=2,{BUILTIN}",
+        f"replicas=4,zero1=true,{GROUPED}",
+        "tensor=2,replicas=2,zero1=true,sequence=true",
+        "context=2,tensor=2,zero1=true,accumulate=2",
+        f"context=2,replicas=2,zero1=true,{BUILTIN}",
+        f"fsdp=2,replicas=2,zero1=true,{BUILTIN}",
+        "fsdp=2,replicas=2,zero1=true,reshard=false",
     ),
     8: (
         "tensor=2,fsdp=2,replicas=2,sequence=true",
         "context=2,tensor=2,fsdp=2,sequence=true",
         "context=2,fsdp=2,replicas=2",
+        "context=2,tensor=2,replicas=2,zero1=true",
+        "context=2,fsdp=2,replicas=2,zero1=true",
     ),
 }
 DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
@@ -73,13 +84,21 @@ UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
 UNINTERRUPTED_CONTEXT = f"context=2,{SAVED}"
 RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
-RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT)}
-"""Cases that must equal another case to the bit."""
+UNINTERRUPTED_ZERO1 = f"replicas=2,zero1=true,{SAVED}"
+RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT, UNINTERRUPTED_ZERO1)}
+RESUMED[f"resumed_from_zero1,replicas=2,{SAVED}"] = UNINTERRUPTED_ZERO1
+"""Cases that must equal another case to the bit. A division of the optimizer state changes no bit."""
+RESUMED_FROM_ZERO1 = f"resumed_from_zero1,tensor=2,fsdp=2,{SAVED}"
+RESUMED_WITH_ZERO1 = f"resumed_from_fsdp,replicas=2,zero1=true,{SAVED}"
 OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
 SLOW_RANK = "slow_rank,replicas=2"
 FIXED_CASES = {
-    2: (SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
-    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS),
+    2: (
+        *(SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
+        *(UNINTERRUPTED_ZERO1, f"resumed,{UNINTERRUPTED_ZERO1}", f"resumed_from_zero1,replicas=2,{SAVED}"),
+        RESUMED_WITH_ZERO1,
+    ),
+    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS, RESUMED_FROM_ZERO1),
 }
 """Cases of each test run, in addition to the drawn ones."""
 
@@ -109,8 +128,8 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
 
         times = [first_step["before_backward"] for first_step in outcome["first_steps"]]
-        waits_in_forward = "tensor=" in case or "context=" in case
-        assert [time is None for time in times] == [waits_in_forward] * ranks, case
+        is_untimed = any(setting in case for setting in ("tensor=", "context=", FEW))  # waits in forward, or few steps
+        assert [time is None for time in times] == [is_untimed] * ranks, case
         if case == SLOW_RANK:
             assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
         if case in RESUMED:
@@ -128,7 +147,7 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
 
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
-    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2"]
+    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2,zero1=true"]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
     single_case = f"{BASE},{bf16}"
     outcome_of_one = train_cases(GPT_PARALLEL, tmp_path, cache, 1, [single_case])[single_case]

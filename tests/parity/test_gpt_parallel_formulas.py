@@ -31,8 +31,10 @@ CASES = {
         "replicas=2,accumulate=3",
         "context=2,key_value_heads=2,dropout=0.2",
         "context=2,accumulate=2",
+        "replicas=2,zero1=true,accumulate=3",
+        "context=2,zero1=true,layers=1,tied=false",
     ],
-    3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32"],
+    3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32", "replicas=3,zero1=true"],
 }
 
 
