@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from configs.batch_plan import BatchPlan
+from configs.batch_plan import BatchPlan, list_divisors
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
+from configs.memory import Memory
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization
 from configs.strategies import Refusal, Strategies
@@ -38,6 +39,11 @@ REFUSED = (
         "elastic.on=true", "communication=powersgd",
         f"elastic=true cannot be combined with communication=powersgd, {STATE_LOST}", "omit communication=powersgd",
     ),
+    Refusal(
+        "elastic.on=true", "zero1=true", f"elastic=true cannot be combined with zero1=true, {STATE_LOST}",
+        "omit zero1=true",
+    ),
+    Refusal("strategy=fsdp", "zero1=true", "zero1 applies to DDP only", f"{DDP_ONLY} zero1"),
     Refusal("strategy=fsdp", "static_graph=true", "static_graph applies to DDP only", f"{DDP_ONLY} static_graph"),
     Refusal(
         "strategy=fsdp", "find_unused_parameters=true", "find_unused_parameters applies to DDP only",
@@ -78,6 +84,13 @@ class Config(Replicated):
     networks accept the images of any data set. FILE.py:Class is a custom network."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """ddp keeps the whole model on every rank; fsdp (fully_shard) shards every parameter across the ranks."""
+    fsdp: int = between(0, 64, 0, only="strategy=fsdp")
+    """Number of ranks among which parameters, gradients and optimizer states are divided. 0 uses all ranks. With fewer
+    ranks than the run has, there are several replicas of the model (hybrid sharding): the parameters are gathered
+    within a replica, and the gradients are averaged over all of them."""
+    reshard: bool = field(default=True, metadata={"only": "strategy=fsdp"})
+    """Free the gathered parameters of a layer after its forward pass, and gather them again for its backward pass.
+    false keeps them, which needs more memory and less communication."""
     communication: Literal["none", "fp16", "bf16", "powersgd"] = "none"
     """Compression of the gradients that DDP all-reduces. fp16 and bf16 send gradients in half precision; powersgd sends
     two low-rank matrices whose product approximates a gradient (arXiv 1905.13727)."""
@@ -101,6 +114,11 @@ class Config(Replicated):
     sharding: Sharding = flat(Sharding)
     elastic: Elastic = field(default_factory=Elastic)
     initial: InitialWeights = flat(InitialWeights)
+    memory: Memory = flat(Memory)
+
+    @property
+    def divides_updates(self) -> bool:
+        return self.memory.zero1
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -111,3 +129,15 @@ class Config(Replicated):
         check_sync_batchnorm(self.sync_batchnorm, self.model)
         self.sharding.check(self.batch_plan)
         self.elastic.check(self.processes, self.launch, self.sharding)
+        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
+        if self.strategy == "fsdp":
+            self.check_fsdp()
+
+    def check_fsdp(self) -> None:
+        """Raise ValueError if the ranks cannot be divided into groups that hold all parameters."""
+        ranks = self.processes
+        if self.fsdp == 1 < ranks:
+            raise ValueError("fsdp=1 divides no parameters; use fsdp=2 or more, fsdp=0 for all ranks, or strategy=ddp")
+        if self.fsdp and ranks % self.fsdp:
+            valid = " or ".join(str(divisor) for divisor in list_divisors(ranks)[1:])
+            raise ValueError(f"the {ranks} ranks cannot be divided evenly by fsdp={self.fsdp}; use fsdp={valid}")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisors
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
+from configs.memory import Memory
 from configs.networks import choose_hidden_width, network_field
 from configs.pipeline import SPLIT_SCHEDULES, MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
@@ -21,7 +22,7 @@ MICROBATCHES = {"accumulate": "8"}
 """A pipeline of four ranks with two stages each needs eight microbatches."""
 STRATEGIES = Strategies(
     degrees={
-        "replicas": ({},),
+        "replicas": ({}, {"zero1": "true"}),
         "stages": (
             {"schedule": "1f1b"} | MICROBATCHES,
             {"schedule": "gpipe"} | MICROBATCHES,
@@ -243,6 +244,7 @@ class Config(TrainingExperiment):
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
     layout_settings: LayoutSettings = flat(LayoutSettings)
+    memory: Memory = flat(Memory)
     initial: InitialWeights = flat(InitialWeights)
 
     @property
@@ -252,7 +254,11 @@ class Config(TrainingExperiment):
     @property
     def layout(self) -> Layout:
         """Division of the model and the batches among the ranks of the run."""
-        return self.layout_settings.resolve(self.launch.nodes)
+        return replace(self.layout_settings.resolve(self.launch.nodes), zero1=self.memory.zero1)
+
+    @property
+    def divides_updates(self) -> bool:
+        return self.memory.zero1
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -267,6 +273,7 @@ class Config(TrainingExperiment):
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
+        self.memory.check_zero1(self.layout.copies, "replicas=2 or more")
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
         if self.loss != "cross_entropy":

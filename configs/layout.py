@@ -37,6 +37,8 @@ class Layout:
     """Number of stages per rank."""
     schedule: str = "1f1b"
     """Pipeline schedule, which has no effect with a single stage."""
+    zero1: bool = False
+    """Whether the ranks with the same parameters divide the optimizer state."""
 
     @property
     def stage_ranks(self) -> int:
@@ -57,6 +59,11 @@ class Layout:
     def parameter_shards(self) -> int:
         """Number of ranks among which fsdp divides each parameter, or each shard of tensor parallelism."""
         return self.fsdp * self.context if self.fsdp > 1 else 1
+
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same parameters, or the same shards of parameters."""
+        return self.replicas if self.fsdp > 1 else self.replicas * self.context
 
     @property
     def waits_in_forward(self) -> bool:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
+from configs.memory import Memory
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization, Sweep
 
@@ -48,11 +49,16 @@ class Config(Replicated):
     alternating rounds. A sweep trains a separate run with each strategy instead."""
     regularization: Regularization = flat(Regularization)
     initial: InitialWeights = flat(InitialWeights)
+    memory: Memory = flat(Memory)
     grid: Sweep = flat(Sweep)
 
     @property
     def processes(self) -> int:
         return super().processes if self.strategy == "ddp" else 1
+
+    @property
+    def divides_updates(self) -> bool:
+        return self.memory.zero1
 
     def check(self) -> None:
         if self.strategy != "ddp":
@@ -60,6 +66,7 @@ class Config(Replicated):
                 "sync_batchnorm": self.sync_batchnorm,
                 "processes_per_node": self.ranks.processes_per_node,
                 "launch.nodes": self.launch.nodes > 1,
+                "zero1": self.memory.zero1,
             }
             for name, is_set in ddp_settings.items():
                 if is_set:
@@ -74,4 +81,5 @@ class Config(Replicated):
                 "of the model do not know which samples of a batch they compute; use strategy=ddp or single"
             )
         super().check()
+        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
         check_sync_batchnorm(self.sync_batchnorm, self.model)

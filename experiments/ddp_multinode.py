@@ -58,18 +58,29 @@ def list_fsdp_units(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in layers if all(owners[parameter] == 1 for parameter in layer.parameters())] + [model]
 
 
+def shard_model(cfg: Config, model: nn.Module, run: Run) -> None:
+    """Shard the model across all ranks, or across `fsdp` neighboring ranks, and replicate it on the others."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
+
+    shards = cfg.fsdp or run.world.size
+    replicas = run.world.size // shards
+    mesh = init_device_mesh(run.device.type, (replicas, shards), mesh_dim_names=("replicas", "fsdp"))
+    if replicas == 1:
+        mesh = mesh["fsdp"]
+    *layers, whole_model = list_fsdp_units(model)
+    for layer in layers:  # a layer is all-gathered just before its forward pass
+        fully_shard(layer, mesh=mesh, reshard_after_forward=cfg.reshard)
+    fully_shard(whole_model, mesh=mesh)
+
+
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
     set_up_shards(cfg.sharding, run, model)  # with shards=auto, the speed of each rank is measured before step 1
     if cfg.strategy == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard  # imported here because the import takes two seconds
-
-        mesh = init_device_mesh(run.device.type, (run.world.size,))
-        for unit in list_fsdp_units(model):
-            fully_shard(unit, mesh=mesh)  # a unit is all-gathered just before its forward pass
+        shard_model(cfg, model, run)
         return model
     replica = ddp.replicate(
         model,
@@ -87,6 +98,10 @@ def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
+    if cfg.memory.zero1:
+        from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
+
+        divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
     run.register(network, optimizer, batches, replicated=True)
 

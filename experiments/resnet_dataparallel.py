@@ -24,6 +24,7 @@ may be partial. Some devices get no samples if a partial batch has fewer samples
 from __future__ import annotations
 
 from common.api import Run, build_optimizer, init_network, start
+from common.measure.memory import report_state_bytes
 from common.ranks.rendezvous import World
 from common.runs.result import Report
 from common.system.text import format_count
@@ -112,6 +113,10 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, inner_model, run)
     forward = choose_forward(cfg, model, run.world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
+    if cfg.memory.zero1:
+        from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
+
+        divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks
     batches = run.batches(shard=run.shard, keep_partial=cfg.last_batch == "keep")
     run.register(inner_model, optimizer, batches, replicated=True)
 
@@ -125,7 +130,7 @@ def main(cfg: Config, run: Run) -> None:
         step.clip_gradients(model.parameters(), cfg.regularization.clip)
         optimizer.step()
         running_loss.add(loss, step)
-    run.report(*report_strategies(cfg, run))
+    run.report(*report_strategies(cfg, run), report_state_bytes(optimizer, run.world))
 
 
 def report_strategies(cfg: Config, run: Run) -> list[Report]:

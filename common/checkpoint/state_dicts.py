@@ -8,7 +8,7 @@ sharded ranks or by a single rank can therefore be loaded in any of these layout
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -113,18 +113,21 @@ def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
 
 
 def collect_optimizer_state(
-    optimizer: Optimizer, parameters: NamedTensors, keep: bool = True
+    optimizer: Optimizer, parameters: NamedTensors, saved_names: Collection[str] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return the full optimizer state of each parameter, by parameter name. All ranks must call this function.
+    """Return the full optimizer state of each parameter, by parameter name.
 
-    With `keep=False`, the rank only participates in the collectives, and an empty dict is returned.
+    All ranks that hold a shard of the same state must call this function. With `saved_names`, only the states of these
+    parameters are returned; for all other states, the rank only participates in the collectives.
     """
     collected = {}
     for name, parameter in parameters:
         if parameter in optimizer.state:
             state = optimizer.state[parameter]
-            collected[name] = {key: gather_full_tensor(value) for key, value in state.items()}
-    return collected if keep else {}
+            full_state = {key: gather_full_tensor(value) for key, value in state.items()}
+            if saved_names is None or name in saved_names:
+                collected[name] = full_state
+    return collected
 
 
 def load_optimizer_state(

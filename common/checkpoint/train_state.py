@@ -130,8 +130,9 @@ class TrainState:
     def _collect_state_among(self, peers: World | None) -> CheckpointState:
         """Return the state that this rank saves.
 
-        `peers` are the ranks that hold the same parts as this rank. Only the first of the `peers` saves the model. The
-        saved buffers are the means over all peers.
+        `peers` are the ranks that hold the same parts as this rank. Only the first of the `peers` saves the model, and
+        only the first peer that has the optimizer state of a parameter saves this state. The saved buffers are the
+        means over all peers.
         """
         # Only the first peer keeps the gathered tensors. The other peers participate in the collectives.
         is_first = peers is None or peers.is_main
@@ -147,7 +148,8 @@ class TrainState:
 
         optimizer: dict[str, dict[str, Any]] = {}
         if self.optimizer is not None:
-            optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, is_first)
+            names = self._list_saved_optimizer_states(self.optimizer, peers)
+            optimizer = state_dicts.collect_optimizer_state(self.optimizer, self.parameters, names)
 
         common: dict[str, Any] = dict(self.loader.state_dict()) | {"recipe": self.recipe}
         if self.scaler is not None:
@@ -159,6 +161,22 @@ class TrainState:
         for name, part in self.local_parts.items():
             local[name] = part.state_dict()
         return CheckpointState(model | means if is_first else {}, optimizer, common, local)
+
+    def _list_saved_optimizer_states(self, optimizer: Optimizer, peers: World | None) -> list[str]:
+        """Return the names of the parameters whose optimizer state this rank saves.
+
+        Each state is saved once, by the first peer that has it. Peers have different states if the optimizer state is
+        divided among them.
+        """
+        has_state = [bool(optimizer.state.get(parameter)) for _, parameter in self.parameters]
+        earlier_peers: list[list[bool]] = []
+        if peers is not None:
+            earlier_peers = peers.all_gather(has_state)[: peers.rank]
+        names = []
+        for number, (name, _) in enumerate(self.parameters):
+            if has_state[number] and not any(peer[number] for peer in earlier_peers):
+                names.append(name)
+        return names
 
     def _select_local_buffers(self, loaded: LoadedCheckpoint) -> dict[str, Tensor]:
         """Return the buffers that this rank saved, or {} if the buffers saved with the model must be used.

@@ -267,7 +267,8 @@ def reject_unused_keys(settings: object) -> None:
             raise UserError(f"{problem}; use {key.name}={key.default}")
         other_key, _, needed_value = key.only.partition("=")
         if key.only and value != key.default and keys[other_key].get_value(settings) != needed_value:
-            raise UserError(f"{key.name}={value} needs {key.only}; set {key.only} or use {key.name}={key.default}")
+            problem = f"{key.name}={format_value(value)} needs {key.only}"
+            raise UserError(f"{problem}; set {key.only} or use {key.name}={format_value(key.default)}")
 
 
 def check_combinations(settings: object) -> None:

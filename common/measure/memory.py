@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import re
 import resource
@@ -97,36 +98,40 @@ def format_megabytes(sizes: Mapping[str, int]) -> str:
 def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     """Report the size in bytes of the parameters, gradients and optimizer state on each rank.
 
-    If the tensors are sharded, the report also contains the bytes of the full tensors, which DDP would store on every
-    rank. All ranks must call this function.
+    If they are divided among the ranks, the report also contains the bytes that each rank would store without sharding.
+    All ranks must call this function.
     """
     parameters: list[Tensor] = []
     for group in optimizer.param_groups:
         parameters += group["params"]
-    state: list[Tensor] = []
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    states: list[list[Tensor]] = []  # of each parameter
     for parameter in parameters:
         parameter_state = optimizer.state.get(parameter, {})
-        state += [value for value in parameter_state.values() if isinstance(value, Tensor)]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        states.append([value for value in parameter_state.values() if isinstance(value, Tensor)])
+    state = list(itertools.chain.from_iterable(states))
 
     local_bytes: dict[str, int] = {}
-    full_bytes = 0
     for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("optimizer", state)):
         local_bytes[kind] = sum(get_local_shard(tensor).nbytes for tensor in tensors)
-        full_bytes += sum(tensor.nbytes for tensor in tensors)
+    full_state_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in states]
 
-    ranks = world.gather(local_bytes)
+    ranks = world.gather([local_bytes, full_state_bytes])
     if not ranks:  # only rank 0 creates the report
         return ReportData()
 
-    totals = {f"rank {rank}": sum(kinds.values()) for rank, kinds in enumerate(ranks)}
+    full_bytes = sum(tensor.nbytes for tensor in parameters + gradients)
+    for state_bytes in zip(*(rank_states for _, rank_states in ranks), strict=True):
+        full_bytes += max(state_bytes)  # 0 on a rank without the state of this parameter
+
+    totals = {f"rank {rank}": sum(kinds.values()) for rank, (kinds, _) in enumerate(ranks)}
     text = format_megabytes(totals) + "of parameters, gradients and optimizer state"
     if full_bytes > max(totals.values()):
-        text += f"; strategy=ddp would need {full_bytes / 1e6:,.1f} MB per rank"
+        text += f"; without sharding, each rank would need {full_bytes / 1e6:,.1f} MB"
 
     bytes_by_kind: dict[str, list[int]] = {}
     for kind in local_bytes:
-        bytes_by_kind[kind] = [kinds[kind] for kinds in ranks]
+        bytes_by_kind[kind] = [kinds[kind] for kinds, _ in ranks]
     measured = {"state_bytes": bytes_by_kind, "unsharded_state_bytes": full_bytes}
     return ReportData({"training state": text}, measured=measured)
 

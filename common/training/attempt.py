@@ -182,7 +182,10 @@ class Attempt:
             from common.training import optimizer_contract  # imported here because other runs do not need it
 
             uses_original = self.is_new and not is_joining
-            optimizer_contract.check_optimizer((cfg if uses_original else self.use_file_copies(cfg)).optim)
+            optim = (cfg if uses_original else self.use_file_copies(cfg)).optim
+            optimizer_contract.check_optimizer(optim)
+            if cfg.divides_updates:
+                optimizer_contract.check_independent_parameters(optim)
 
     def use_file_copies(self, cfg: T) -> T:
         """Return settings that refer to the copies of custom files in the run folder."""

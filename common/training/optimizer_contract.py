@@ -224,7 +224,23 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
             passed(name)
 
 
-# ---- checks with sharded parameters, which need several ranks
+# ---- checks of techniques that divide parameters or their states among ranks
+
+
+def check_independent_parameters(optim: Optim) -> None:
+    """Raise UserError if the steps of a parameter change when the other parameters have no gradients."""
+    numbers = [1, 2, 3]
+    with torch.random.fork_rng([]), convert_errors_of_user_file("optim.name", optim.name):
+        trial = OptimizerTrial(optim)
+        for number in numbers:
+            for part in (0, 1):
+                trial.set_gradients(number)
+                for _, parameter in trial.parameters[part::2]:
+                    parameter.grad = None
+                trial.optimizer.step()
+        if find_differing_parameter(OptimizerTrial(optim).take_steps(numbers), trial, RELATIVE_TOLERANCE):
+            problem = "the step of a parameter depends on the other parameters, which other ranks update"
+            raise ValueError(f"{problem}: omit zero1=true")
 
 
 def check_sharded_parameters(optim: Optim, ranks: int) -> None:

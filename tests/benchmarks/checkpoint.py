@@ -65,7 +65,7 @@ def make_state(model: nn.Module, world: World) -> CheckpointState:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return CheckpointState(
         state_dicts.gather_full_tensors(tensors, world.is_main),
-        state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), world.is_main),
+        state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), None if world.is_main else ()),
         {"epoch": 3},
         {"random": state_dicts.capture_rng_state()},
     )

@@ -39,9 +39,10 @@ def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: P
     assert len(single_process["losses"]) == 10
     assert len(single_process["state"]) == 122
     assert single_process["state"]["bn1.num_batches_tracked"] == 10
-    cases = ["sync_batchnorm=true", "sync_batchnorm=false"]
-    synchronised, separate = train_cases(DATA_PARALLEL, tmp_path, cache, 2, cases).values()
+    cases = ["sync_batchnorm=true", "sync_batchnorm=false", "sync_batchnorm=true,zero1=true"]
+    synchronised, separate, divided = train_cases(DATA_PARALLEL, tmp_path, cache, 2, cases).values()
     assert list_differences(synchronised, single_process) == []
+    assert divided["losses"] == synchronised["losses"], "dividing the optimizer state changes no bit"
     # the comparison detects norms that use the local shard only, although one shard is empty
     assert list_loss_differences(separate, single_process)
     for tensor in separate["state"].values():
@@ -76,6 +77,8 @@ def check_that_data_parallel_was_not_used(completed: FinishedRun) -> None:
 
 INVALID_SETTINGS = {
     "strategy=data_parallel sync_batchnorm=true": "sync_batchnorm ... several processes ... strategy=ddp",
+    "strategy=single zero1=true": "zero1 needs several processes, but strategy=single uses one; use strategy=ddp",
+    "zero1=true processes_per_node=1": "use processes_per_node=2 or more, or omit zero1",
     "strategy=single processes_per_node=2": "processes_per_node ... strategy=ddp",
     "strategy=data_parallel launch.nodes=2": "launch.nodes ... strategy=ddp",
     "functional=true": "functional=true applies to data_parallel only",

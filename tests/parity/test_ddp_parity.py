@@ -20,6 +20,10 @@ DDP_CASES = [
     "static_graph=true",
     "find_unused_parameters=true",
 ]
+FSDP_CASES = ["strategy=fsdp", "strategy=fsdp,reshard=false"]
+HYBRID_CASES = ["strategy=fsdp,fsdp=2", "strategy=fsdp,fsdp=2,reshard=false"]
+ZERO1 = "zero1=true"
+ZERO1_WITHOUT_CLIPPING = "zero1=true,clip=0,log.gradient_norm=true,steps=10"
 MISTAKES = ("sums_losses", "no_communication", "same_share")
 SLOW = "slow_rank,steps=25"
 GENTLE = "optim.lr=0.05"  # larger steps amplify rounding
@@ -33,7 +37,8 @@ BRIEF = f"{SYNCED},steps=10"
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Any]:
     """The results of every ConvNet case of two processes, correct ones and mistakes."""
-    cases = ["strategy=fsdp", *DDP_CASES, *(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
+    cases = [*FSDP_CASES, *DDP_CASES, ZERO1, ZERO1_WITHOUT_CLIPPING]
+    cases += [*(f"{mistake},clip=0" for mistake in MISTAKES), SLOW, *HOOKS]
     folder = create_folder_once(tmp_path_factory, "ddp-of-two", lambda path: train_cases(DDP, path, cache, 2, cases))
     return load_outcomes(folder, 2)
 
@@ -43,10 +48,12 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
     processes: int, tmp_path: Path, cache: Path, request: pytest.FixtureRequest
 ) -> None:
     if processes == 2:
-        cases = ["strategy=fsdp", *DDP_CASES]
+        cases = [*FSDP_CASES, *DDP_CASES, ZERO1]
         outcomes = request.getfixturevalue("of_two")
     else:
-        cases = ["strategy=fsdp", DDP_CASES[0]]
+        cases = [FSDP_CASES[0], DDP_CASES[0]]
+        if processes == 4:
+            cases += [*HYBRID_CASES, ZERO1]
         outcomes = train_cases(DDP, tmp_path, cache, processes, cases)
     reference_run = run_reference(DDP, cache, CONVNET)
     for case in cases:
@@ -55,6 +62,17 @@ def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
     assert len(losses) == 30
     assert len(outcomes[cases[0]]["norms"]) == 30, "clipping computes the norms"
     assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
+    if ZERO1 in cases:
+        assert outcomes[ZERO1]["losses"] == outcomes[DDP_CASES[0]]["losses"], "dividing the state changes no bit"
+        assert outcomes[ZERO1]["differing_ranks"] == []
+
+
+def test_the_norm_contains_the_gradients_of_all_ranks_if_they_divide_the_optimizer(
+    cache: Path, of_two: dict[str, Any]
+) -> None:
+    reference_run = run_reference(DDP, cache, "clip=0,steps=10")
+    assert list_differences(of_two[ZERO1_WITHOUT_CLIPPING], reference_run) == []
+    assert len(of_two[ZERO1_WITHOUT_CLIPPING]["norms"]) == 10
 
 
 def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path: Path, cache: Path) -> None:

@@ -47,6 +47,8 @@ CASES = {
         f"schedule=zbv,{V_STAGES},{FOUR}",
         f"schedule=zbv,{V_STAGES},{FOUR},{UNTIED},{BUILTIN}",
         f"over_network,schedule=dualpipev,{V_STAGES},{FOUR}",
+        f"replicas=2,accumulate=2,zero1=true,{BUILTIN}",
+        "context=2,zero1=true",
     ),
     3: (
         "fsdp=3,batch=9",
@@ -54,6 +56,7 @@ CASES = {
         f"fsdp=3,batch=9,{GROUPED}",
         f"stages=3,{FOUR}",
         f"over_network,stages=3,schedule=zero_bubble,{FOUR}",
+        "replicas=3,batch=9,zero1=true",
     ),
     4: (
         "tensor=4,sequence=true",
@@ -83,10 +86,18 @@ CASES = {
         f"stages=2,replicas=2,{FOUR},{BUILTIN}",
         "stages=2,replicas=2,schedule=naive,accumulate=2",
         f"schedule=zbv,{V_STAGES},replicas=2,{FOUR}",
+        f"stages=2,replicas=2,zero1=true,{FOUR}",
+        f"stages=2,context=2,zero1=true,schedule=zero_bubble,{FOUR}",
         f"stages=2,fsdp=2,{FOUR},{BUILTIN}",
         f"over_network,stages=2,fsdp=2,reshard=false,{FOUR}",
         f"schedule=interleaved_1f1b,{V_STAGES},fsdp=2,{FOUR}",
         f"stages=2,fsdp=2,schedule=gpipe,{FOUR},{UNTIED}",
+        f"replicas=4,zero1=true,{GROUPED}",
+        "tensor=2,replicas=2,zero1=true,sequence=true",
+        "context=2,tensor=2,zero1=true,accumulate=2",
+        f"context=2,replicas=2,zero1=true,{BUILTIN}",
+        f"fsdp=2,replicas=2,zero1=true,{BUILTIN}",
+        "fsdp=2,replicas=2,zero1=true,reshard=false",
     ),
     8: (
         "tensor=2,fsdp=2,replicas=2,sequence=true",
@@ -96,6 +107,8 @@ CASES = {
         f"stages=2,context=2,replicas=2,{FOUR},{BUILTIN}",
         f"stages=2,replicas=2,fsdp=2,{FOUR}",
         f"schedule=zbv,{V_STAGES},context=2,tensor=2,sequence=true,{FOUR}",
+        "context=2,tensor=2,replicas=2,zero1=true",
+        "context=2,fsdp=2,replicas=2,zero1=true",
     ),
 }
 DRAWN_CASES = {2: 4, 3: 1, 4: 4, 8: 1}
@@ -109,16 +122,25 @@ RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
 UNINTERRUPTED_STAGES = f"stages=2,{SAVED}"
 RESUMED_FROM_STAGES = f"resumed_from_stages,tensor=2,{SAVED}"
 STAGES_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED_STAGES}"
-RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT, UNINTERRUPTED_STAGES)}
-"""Cases that must equal another case to the bit."""
+UNINTERRUPTED_ZERO1 = f"replicas=2,zero1=true,{SAVED}"
+RESUMED = {
+    f"resumed,{case}": case
+    for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT, UNINTERRUPTED_STAGES, UNINTERRUPTED_ZERO1)
+}
+RESUMED[f"resumed_from_zero1,replicas=2,{SAVED}"] = UNINTERRUPTED_ZERO1
+"""Cases that must equal another case to the bit. A division of the optimizer state changes no bit."""
+RESUMED_FROM_ZERO1 = f"resumed_from_zero1,tensor=2,fsdp=2,{SAVED}"
+RESUMED_WITH_ZERO1 = f"resumed_from_fsdp,replicas=2,zero1=true,{SAVED}"
 OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
 SLOW_RANK = "slow_rank,replicas=2"
 FIXED_CASES = {
     2: (
         *(SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
         *(UNINTERRUPTED_STAGES, f"resumed,{UNINTERRUPTED_STAGES}", RESUMED_FROM_STAGES, STAGES_FROM_FSDP),
+        *(UNINTERRUPTED_ZERO1, f"resumed,{UNINTERRUPTED_ZERO1}", f"resumed_from_zero1,replicas=2,{SAVED}"),
+        RESUMED_WITH_ZERO1,
     ),
-    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS),
+    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS, RESUMED_FROM_ZERO1),
 }
 """Cases of each test run, in addition to the drawn ones."""
 
@@ -148,8 +170,9 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
 
         times = [first_step["before_backward"] for first_step in outcome["first_steps"]]
-        waits_in_forward = any(name in case for name in ("tensor=", "context=", "stages="))
-        assert [time is None for time in times] == [waits_in_forward] * ranks, case
+        # waits in forward, or few steps
+        is_untimed = any(setting in case for setting in ("tensor=", "context=", "stages=", FEW))
+        assert [time is None for time in times] == [is_untimed] * ranks, case
         if case == SLOW_RANK:
             assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
         if case in RESUMED:
@@ -167,7 +190,10 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
 
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
-    layouts = ["tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2", "stages=2,accumulate=2"]
+    layouts = [
+        *("tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2,zero1=true"),
+        "stages=2,accumulate=2",
+    ]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
     single_case = f"{BASE},{bf16}"
     outcome_of_one = train_cases(GPT_PARALLEL, tmp_path, cache, 1, [single_case])[single_case]

@@ -33,8 +33,10 @@ CASES = {
         "context=2,accumulate=2",
         "stages=2,accumulate=3,layers=3,tied=false,dropout=0.2",
         "stages=4,stages_per_process=2,schedule=zbv,accumulate=4,layers=4,key_value_heads=2",
+        "replicas=2,zero1=true,accumulate=3",
+        "context=2,zero1=true,layers=1,tied=false",
     ],
-    3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32"],
+    3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32", "replicas=3,zero1=true"],
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from common.training import learning_rate, optimizers
 from configs.shared import Optim
+from tests.harness.pitfalls.outcomes import collect_outcome
 
 
 class TutorialSGD(torch.optim.Optimizer):
@@ -94,3 +95,10 @@ def test_lars_on_biases_keeps_them_where_they_began() -> None:
         assert measure_step(bias, lars_scale) <= 0.01 * start
         bias = nn.Parameter(torch.full((4,), start))
         assert measure_step(bias, 1.0) == pytest.approx(0.1)
+
+
+def test_a_divided_state_that_only_rank_0_saves_is_incomplete() -> None:
+    """The layer of the other rank restarts with empty moments. Loading the incomplete checkpoint raises no error."""
+    for differences in collect_outcome("optimizer_pitfalls", "divided_state_saved_by_rank_0"):
+        assert differences["rank 0"][1] > 0.01
+        assert differences["all ranks"] == [0, 0]

@@ -51,14 +51,14 @@ def shard_parameters(model: GPT, mesh: DeviceMesh, layout: Layout, roots: Sequen
         fully_shard(root, mesh=data_mesh, shard_placement_fn=placements.__getitem__)
 
 
-def find_gradient_group(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup | None:
-    """Return the ranks whose gradients are averaged after backward, or None if no other rank has the same parameters.
+def find_copies(mesh: DeviceMesh, layout: Layout) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same parameters as this rank, or None if no other rank does.
 
-    With fsdp, the result is None, because `fully_shard` averages the gradients in the backward pass.
+    With fsdp, the ranks of `context` hold different shards.
     """
-    if layout.fsdp > 1 or layout.replicas * layout.context == 1:
+    if layout.copies == 1:
         return None
-    if layout.context == 1:
+    if layout.context == 1 or layout.fsdp > 1:
         return mesh.get_group("replicas")
     if layout.replicas == 1:
         return mesh.get_group("context")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.models.gpt import ShardDims
+from common.techniques.sharded_optimizer.api import assign_to_ranks
 from configs.layout import Layout
 
 ADAM_STATES = 2
@@ -93,10 +94,28 @@ def predict_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout:
 
 
 def predict_state_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> dict[str, int]:
-    """Return the bytes of parameters, gradients and AdamW's state on the first rank."""
+    """Return the bytes of parameters, gradients and AdamW's state on the first rank.
+
+    If the optimizer state is divided (zero1), its largest part on any rank is returned.
+    """
     stored = element_bytes * sum(size.count_local(layout) for size in parameters.values())
-    optimizer = ADAM_STATES * stored + STEP_BYTES * len(parameters)
-    return {"parameters": stored, "gradients": stored, "optimizer": optimizer}
+    parts = []
+    for sizes in list_updated_sizes(parameters, layout):
+        parts.append(ADAM_STATES * element_bytes * sum(sizes) + STEP_BYTES * len(sizes))
+    return {"parameters": stored, "gradients": stored, "optimizer": max(parts)}
+
+
+def list_updated_sizes(parameters: Mapping[str, ParameterSize], layout: Layout) -> list[list[int]]:
+    """Return the local sizes of the parameters that each of the ranks with the same parameters updates.
+
+    Without zero1, every rank updates all parameters, and only the first rank is listed.
+    """
+    ranks = layout.copies if layout.zero1 else 1
+    owners = assign_to_ranks([math.prod(size.shape) for size in parameters.values()], ranks)
+    updated: list[list[int]] = [[] for _ in range(ranks)]
+    for size, owner in zip(parameters.values(), owners, strict=True):
+        updated[owner].append(size.count_local(layout))
+    return updated
 
 
 def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> int:
@@ -215,10 +234,21 @@ def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, la
         per_microbatch += (layout.parameter_shards - 1) * sent * size
         per_microbatch += 2 * (layout.replicas - 1) / layout.replicas * stored
     else:
-        copies = layout.replicas * layout.context
         flags = size * len(parameters)  # whether a rank has used each parameter
-        per_step += 2 * (copies - 1) / copies * (stored + flags)
+        per_step += 2 * (layout.copies - 1) / layout.copies * (stored + flags)
+    per_step += predict_update_messages(parameters, layout, size)
     return round(shape.microbatches * per_microbatch + per_step)
+
+
+def predict_update_messages(parameters: Mapping[str, ParameterSize], layout: Layout, element_bytes: int) -> int:
+    """Return the bytes that a rank sends in the all-gather of updated parameters (zero1).
+
+    Each rank sends as many values as the rank that updates most.
+    """
+    if not layout.zero1:
+        return 0
+    largest = max(sum(sizes) for sizes in list_updated_sizes(parameters, layout))
+    return (layout.copies - 1) * largest * element_bytes
 
 
 def count_flops_per_token(parameters: Mapping[str, ParameterSize], shape: Shape, is_tied: bool) -> int:

@@ -133,7 +133,7 @@ class LayoutReport:
         if layout.stages > 1:
             degrees = f"stages={layout.stages} {degrees}"
         rows = {
-            "layout": degrees + (" sequence=true" if layout.sequence else ""),
+            "layout": degrees + "".join(f" {name}=true" for name in ("sequence", "zero1") if getattr(layout, name)),
             "memory and messages": "\n".join(lines),
         }
         measured = self.result().measured

@@ -83,8 +83,8 @@ class ParallelModel:
         """Ranks of tensor parallelism; None if no matrix is divided."""
         self.context_ranks: ContextRanks | None = None
         """Ranks of context parallelism; None if each rank has all tokens of its samples."""
-        self.gradient_group = data_ranks.find_gradient_group(mesh, layout) if mesh is not None else None
-        """Ranks whose gradients are averaged after backward; None if there are none."""
+        self.copies = data_ranks.find_copies(mesh, layout) if mesh is not None else None
+        """Ranks that hold the same parameters as this rank; None if there are none."""
 
     @property
     def layers(self) -> nn.Module:
@@ -193,8 +193,8 @@ class ParallelModel:
 
     def average_gradients(self) -> None:
         """Average the gradients over replicas and context. With fsdp, backward has averaged them already."""
-        if self.gradient_group is not None:
-            data_ranks.average_gradients(self.model, self.gradient_group)
+        if self.copies is not None and self.layout.fsdp == 1:
+            data_ranks.average_gradients(self.model, self.copies)
 
     def score(self, run: Run) -> dict[str, float]:
         """Return the test scores. All ranks must call this method."""

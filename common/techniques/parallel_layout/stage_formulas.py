@@ -16,6 +16,7 @@ from common.techniques.parallel_layout.layout_formulas import (
     predict_loss_values,
     predict_peak_parameter_bytes,
     predict_state_bytes,
+    predict_update_messages,
 )
 from common.techniques.pipeline.api import Action
 from configs.layout import Layout
@@ -78,7 +79,7 @@ def predict_sent_bytes(
 
     Activations and gradients between stages are sent for each microbatch. fully_shard reduces gradients once per step.
     It gathers parameters for each microbatch, in each direction with `reshard`, and otherwise once per step. A tied
-    table is sent once per step, and so is the gradient of its copy.
+    table is sent once per step, and so is the gradient of its copy. With zero1, the updated parameters are sent, too.
     """
     size = shape.element_bytes
     boundary = shape.count_tokens(layout) * shape.width * size / (layout.tensor if layout.sequence else 1)
@@ -103,4 +104,5 @@ def predict_sent_bytes(
         copies = layout.replicas * layout.context
         flags = size * len(parameters)  # whether a rank has used each parameter
         per_step += 2 * (copies - 1) / copies * (stored + flags)
+    per_step += predict_update_messages(parameters, layout, size)
     return round(shape.microbatches * per_microbatch + per_step)

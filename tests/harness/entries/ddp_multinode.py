@@ -14,6 +14,8 @@ ENTRY = Entry(
     resume_variants=(
         ("strategy=fsdp", "optim.name=adam", "clip=1", "shards=[3,1]", "dropout=0.3"),
         ("model=resnet18", "sync_batchnorm=true", "communication=bf16", "shards=[0,1]", *FEW_STEPS_SETTINGS),
+        ("strategy=fsdp", "fsdp=2", "reshard=false", "processes_per_node=4", "optim.name=adam", "model=mlp"),
+        ("zero1=true", "optim.name=adam", "optim.decayed=matrices", "optim.weight_decay=0.1", "model=mlp"),
         ("communication=powersgd", "optim.lr=0.01", "model=mlp"),  # compresses from the tenth step
     ),
     page_settings=("batch=16",),

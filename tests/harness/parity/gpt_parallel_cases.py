@@ -34,6 +34,7 @@ from common.training.hooks import StepHook
 from common.training.loop import Step
 from common.training.run import Run
 from configs.gpt_parallel import Config, LayoutSettings
+from configs.memory import Memory
 from experiments import gpt_parallel
 from tests.harness.parity import reference
 from tests.harness.parity.method import (
@@ -261,9 +262,16 @@ class Interruption(StepHook):
             raise Interrupted
 
 
-def resume_training(original: Any, cfg: Config, run: Run, layout: LayoutSettings | None = None) -> None:
-    """Train until an interruption, with another layout if one is passed. Then resume with the layout of the case."""
-    interrupted_cfg = dataclasses.replace(cfg, layout_settings=layout or cfg.layout_settings)
+def resume_training(
+    original: Any, cfg: Config, run: Run, layout: LayoutSettings | None = None, memory: Memory | None = None
+) -> None:
+    """Train until an interruption, with another layout and other memory settings if they are passed.
+
+    Then resume with the settings of the case.
+    """
+    interrupted_cfg = dataclasses.replace(
+        cfg, layout_settings=layout or cfg.layout_settings, memory=memory or cfg.memory
+    )
     interrupted = Run(interrupted_cfg, run.folder, run.ranks, run.prepared)
     interrupted.add_hook(Interruption())
     with contextlib.suppress(Interrupted):
@@ -276,7 +284,7 @@ def resume_training(original: Any, cfg: Config, run: Run, layout: LayoutSettings
 
 def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of sharded parameters without tensor parallelism."""
-    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size))
+    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size), Memory())
 
 
 def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
@@ -292,6 +300,12 @@ def resume_from_stages(original: Any, cfg: Config, run: Run) -> None:
 def use_network(original: Any, *arguments: Any, **options: Any) -> None:
     """Send messages between stages through the process group instead of shared memory."""
     original(*arguments, transport="network", **options)
+
+
+def resume_from_zero1(original: Any, cfg: Config, run: Run) -> None:
+    """Resume from a checkpoint of replicas that divide the optimizer state. On four ranks, they divide matrices too."""
+    layout = LayoutSettings(tensor=run.world.size // 2, replicas=2)
+    resume_training(original, cfg, run, layout, Memory(zero1=True))
 
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
@@ -413,6 +427,7 @@ CHANGES: dict[str, Sequence[Replacement]] = {
     "resumed_from_context": [(gpt_parallel, "main", resume_from_context)],
     "resumed_from_stages": [(gpt_parallel, "main", resume_from_stages)],
     "over_network": [(StageExecutor, "__init__", use_network)],
+    "resumed_from_zero1": [(gpt_parallel, "main", resume_from_zero1)],
     "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],

@@ -104,6 +104,27 @@ def count_parameters_per_rank() -> Any:
     return collect_from_ranks(2, count_by_strategy)
 
 
+def describe_shards() -> Any:
+    """Return, for 4 ranks with hybrid sharding, the number of values that a rank holds before and after a forward pass.
+
+    The first number is that of the parameters of a layer between two steps. The second one contains the gathered
+    parameters, which the layer keeps with reshard=false.
+    """
+
+    def count_values(world: World, reshard: bool) -> list[int]:
+        cfg = Config(strategy="fsdp", fsdp=2, reshard=reshard)
+        model: Any = ddp_multinode.wrap_model(cfg, SimpleNN(), make_run_stub(world))
+        counts = []
+        for forward_passes in range(2):
+            for _ in range(forward_passes):
+                model(torch.ones(1, 1, 28, 28))
+            weight = next(model.children()).weight
+            counts.append(weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel())
+        return counts
+
+    return collect_from_ranks(4, lambda world: [count_values(world, reshard) for reshard in (True, False)])
+
+
 def compare_batchnorm_statistics() -> Any:
     """Return whether BatchNorm under DDP has the statistics of the samples of the rank, as without DDP."""
 

@@ -24,12 +24,14 @@ from torch import nn
 from common.checkpoint import state_dicts, storage
 from common.checkpoint.checkpointer import Checkpointer, CheckpointState
 from common.checkpoint.loading import LoadedCheckpoint
+from common.checkpoint.train_state import TrainState
 from common.ranks import rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training import optimizers
+from common.training.measurement_points import MeasurementPoints
 from configs.shared import Checkpoint, Launch, Optim
 from tests.harness.commands.processes import wait_until
 from tests.harness.ranks.programs import run_on_ranks
@@ -172,7 +174,7 @@ def resume_sharded_parameters(case: CheckpointCase) -> Any:
     def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> tuple[Any, Any]:
         parameters = list(model.named_parameters())
         tensors = state_dicts.gather_full_tensors(parameters, keep)
-        return tensors, state_dicts.collect_optimizer_state(optimizer, parameters, keep)
+        return tensors, state_dicts.collect_optimizer_state(optimizer, parameters, None if keep else ())
 
     model, optimizer = build(1)
     for _ in range(2):
@@ -193,6 +195,22 @@ def resume_sharded_parameters(case: CheckpointCase) -> Any:
     return {"equal": str(expected) == str(resumed), "sizes": [len(part) for part in saved]}
 
 
+def save_divided_optimizer_state(case: CheckpointCase) -> Any:
+    """Each rank has the optimizer states of some parameters. Return the names that this rank saves."""
+    model = nn.Linear(2, 2, bias=False)
+    model.register_parameter("only_on_rank_1", nn.Parameter(torch.ones(3)))
+    model.register_parameter("on_no_rank", nn.Parameter(torch.ones(3)))
+    optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
+    for name in ["weight", "only_on_rank_1"][: 1 + case.world.rank]:
+        model.get_parameter(name).grad = torch.ones_like(model.get_parameter(name))
+    optimizer.step()
+    optimizer.state[model.get_parameter("on_no_rank")] = {}
+    points = MeasurementPoints([0])
+    replicated = TrainState([model], optimizer, points, peers=Ranks(case.world))
+    separate = TrainState([model], optimizer, points)
+    return [list(state.collect_state().optimizer) for state in (replicated, separate)]
+
+
 CASES = (
     save_and_load,
     rank_1_cannot_write,
@@ -200,6 +218,7 @@ CASES = (
     rank_1_cannot_read_newest,
     ranks_save_the_same_name,
     resume_sharded_parameters,
+    save_divided_optimizer_state,
 )
 
 

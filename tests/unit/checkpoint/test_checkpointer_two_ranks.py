@@ -124,3 +124,10 @@ def test_sharded_parameters_are_resumed_and_saved_as_full_tensors(two_ranks: Two
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     state_dicts.load_tensors(model.named_parameters(), loaded.model)
     assert loaded.optimizer["0.weight"]["exp_avg"].shape == (5, 3)
+
+
+def test_an_optimizer_state_is_saved_by_the_first_peer_that_has_it(two_ranks: TwoRankReports) -> None:
+    """A rank without peers saves all of its states, even if another rank has states with the same names."""
+    rank_0, rank_1 = two_ranks.get_results("save_divided_optimizer_state")
+    assert rank_0 == [["weight"], ["weight"]]
+    assert rank_1 == [["only_on_rank_1"], ["weight", "only_on_rank_1"]]

@@ -1,16 +1,22 @@
-"""End of an attempt that another attempt has superseded."""
+"""Custom optimizers at the start of an attempt, and the end of an attempt that another one has superseded."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
+from common.config import config
+from common.config.config_keys import list_keys
 from common.runs.tracking.wandb_tracker import Tracker
 from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
 from configs.shared import Wandb
+from tests.harness.commands.refusals import expect_refusal
+from tests.harness.custom_code.optimizers import MIXING, write_optimizer
+from tests.harness.experiments.registry import TRAINING_ENTRIES
 
 
 def test_a_superseded_attempt_only_ends_its_tracking(
@@ -28,3 +34,20 @@ def test_a_superseded_attempt_only_ends_its_tracking(
     assert capfd.readouterr() == ("", "")
     assert not run.folder.result
     assert not (run.folder.attempt_folder / "logs" / "tracker.log").exists(), "nothing was converted"
+
+
+@pytest.mark.parametrize(
+    "name", [entry.name for entry in TRAINING_ENTRIES if "zero1" in list_keys(config.import_schema(entry.name))]
+)
+def test_ranks_do_not_divide_the_parameters_of_an_optimizer_that_mixes_them(
+    name: str, run: Run, tmp_path: Path
+) -> None:
+    schema = config.import_schema(name)
+    optimizer = f"optim.name={write_optimizer(tmp_path, MIXING)}"
+    settings = [optimizer, "optim.weight_decay=0"]
+    attempt = Attempt(run.folder, run.prepared, is_new=True)
+    cfg = config.load_config(schema, settings, {})
+    attempt.check_custom_optimizer(cfg, is_joining=False)
+    cfg = config.load_config(schema, [*settings, "zero1=true"], {})
+    with expect_refusal(f"{optimizer}: ", MIXING.message_part):
+        attempt.check_custom_optimizer(cfg, is_joining=False)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.system.errors import UserError
-from common.training.optimizer_contract import CHECKS, check_optimizer
+from common.training.optimizer_contract import CHECKS, check_independent_parameters, check_optimizer
 from configs.shared import OPTIMIZERS, Optim
-from tests.harness.custom_code.optimizers import VIOLATIONS, Violation, write_optimizer
+from tests.harness.custom_code.optimizers import MIXING, VIOLATIONS, Violation, write_optimizer
 
 ACCUMULATING = Violation(  # a step at every third call
     'p.add_(state["mean"], ',
@@ -51,6 +51,19 @@ def test_each_violation_is_reported_in_one_line(tmp_path: Path, breach: Violatio
     assert message.startswith(f"optim.name={name}: ")
     assert "\n" not in message
     assert message.count("optim.name=") == 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_built_in_optimizers_update_parameters_independently(name: str) -> None:
+    check_independent_parameters(Optim(name=name, weight_decay=0.01, decayed="matrices"))
+
+
+@pytest.mark.parametrize("variant", [MIXING, NOISY], ids=["mixing", "noisy"])
+def test_an_optimizer_that_mixes_parameters_is_refused_if_ranks_divide_them(variant: Violation, tmp_path: Path) -> None:
+    name = write_optimizer(tmp_path, variant)
+    check_optimizer(Optim(name=name))
+    with pytest.raises(UserError, match=re.escape(MIXING.message_part)):
+        check_independent_parameters(Optim(name=name))
 
 
 def test_a_setting_that_the_optimizer_does_not_accept_is_refused(tmp_path: Path) -> None:

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from common.models import networks
 from tests.harness.commands.processes import Settings, run_experiment
-from tests.harness.pitfalls.outcomes import collect_outcome
+from tests.harness.pitfalls.outcomes import collect_outcomes
 
 
-def test_each_rank_keeps_its_own_batch_statistics() -> None:
-    assert collect_outcome("ddp_pitfalls", "compare_batchnorm_statistics") == [True, True]
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    return collect_outcomes("ddp_pitfalls", "compare_batchnorm_statistics", "describe_shards")
+
+
+def test_each_rank_keeps_its_own_batch_statistics(outcomes: dict[str, Any]) -> None:
+    assert outcomes["compare_batchnorm_statistics"] == [True, True]
+
+
+def test_hybrid_sharding_divides_a_layer_and_may_keep_it_gathered(outcomes: dict[str, Any]) -> None:
+    """Four ranks hold two replicas. Each rank holds half of the 784 x 128 weights of the first layer."""
+    whole = 784 * 128
+    resharded = [whole // 2, whole // 2]
+    kept_after_forward = [whole // 2, whole]
+    assert outcomes["describe_shards"] == [[resharded, kept_after_forward]] * 4
 
 
 def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: Settings) -> None:
@@ -31,9 +45,26 @@ def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: 
 
     half = f"{full_bytes / 2e6:.1f} MB"
     kinds = "parameters, gradients and optimizer state"
-    message = f"rank 0: {half}  rank 1: {half}  of {kinds}; strategy=ddp would need {full_bytes / 1e6:.1f} MB per rank"
+    needed = f"without sharding, each rank would need {full_bytes / 1e6:.1f} MB"
+    message = f"rank 0: {half}  rank 1: {half}  of {kinds}; {needed}"
     assert message in process.stdout, process.stdout
     assert "of the whole process, libraries included" in process.stdout
+
+
+@pytest.mark.parametrize("name", ["ddp_multinode", "resnet_dataparallel"])
+def test_zero1_divides_the_optimizer_state_only(name: str, tmp_path: Path, digits: Settings) -> None:
+    settings = ("zero1=true", "model=mlp", "optim.name=adam", "batch=16", "steps=1")
+    if name == "resnet_dataparallel":
+        settings += ("compare=false",)
+    process = run_experiment(name, *digits, *settings, runs=tmp_path)
+    sizes = [parameter.numel() for parameter in networks.SimpleNN().parameters()]
+    model_bytes = 4 * sum(sizes)
+    state_bytes = process.result["state_bytes"]
+    assert state_bytes["parameters"] == state_bytes["gradients"] == [model_bytes, model_bytes]
+    # Adam stores two numbers per value of a parameter, and the number of steps. The largest matrix is not divided.
+    assert state_bytes["optimizer"] == [8 * max(sizes) + 4, 8 * (sum(sizes) - max(sizes)) + 4 * (len(sizes) - 1)]
+    assert process.result["unsharded_state_bytes"] == 4 * model_bytes + 4 * len(sizes)
+    assert f"without sharding, each rank would need {4 * model_bytes / 1e6:.1f} MB" in process.stdout
 
 
 def test_compare_reports_the_efficiency(tmp_path: Path, digits: Settings) -> None:
@@ -42,4 +73,4 @@ def test_compare_reports_the_efficiency(tmp_path: Path, digits: Settings) -> Non
     assert 0 < process.result["communication_exposed"] <= 1
     assert len(process.result["ranks"]) == 2
     assert "efficiency" in process.stdout
-    assert "strategy=ddp would need" not in process.stdout
+    assert "without sharding" not in process.stdout

@@ -1,0 +1,26 @@
+"""Settings that reduce the memory of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Settings that reduce the memory of a rank without a change of the results."""
+
+    zero1: bool = False
+    """Divide the optimizer state among the ranks that hold the same parameters (ZeRO stage 1, arXiv 1910.02054). Each
+    rank updates the parameters whose state it has, and sends them to the other ranks after every step. Parameters and
+    gradients are not divided."""
+
+    def check_zero1(self, copies: int, remedy: str) -> None:
+        """Raise ValueError if the optimizer state cannot be divided.
+
+        `copies` is the number of ranks that hold the same parameters. `remedy` names the settings that increase it.
+        """
+        if self.zero1 and copies == 1:
+            raise ValueError(
+                "zero1=true divides the optimizer state among ranks with the same parameters, but no two ranks of this "
+                f"run have the same ones; use {remedy}, or omit zero1"
+            )
