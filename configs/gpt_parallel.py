@@ -35,7 +35,15 @@ STRATEGIES = Strategies(
         "context": ({},),
         "tensor": ({}, {"sequence": "true"}),
     },
-    run={"steps": "30", "evaluate_every": "0", "data.test_limit": "64", "prompt": "d"},
+    # Eight blocks for up to eight stages, and a batch for up to four shards of eight microbatches.
+    run={
+        "layers": "8",
+        "batch": "32",
+        "steps": "30",
+        "evaluate_every": "0",
+        "data.test_limit": "64",
+        "prompt": "d",
+    },
 )
 GPT_ONLY = "tensor, context, fsdp and stages divide model=gpt only"
 REFUSED = (

@@ -97,7 +97,8 @@ class Strategies:
     def list_candidates(self, ranks: int, nodes: int = 1) -> list[dict[str, str]]:
         """Return the settings of each strategy for `ranks` ranks on `nodes` hosts. Some may be refused by the checks.
 
-        A strategy deviates from the defaults in at most one variant or option, so that the list stays short.
+        A strategy that combines degrees has the default variants and option. Any other strategy deviates in at most one
+        of them. The list therefore stays short.
         """
         candidates = []
         for counts in factorize(ranks, len(self.degrees)):
@@ -105,7 +106,11 @@ class Strategies:
             choices: list[Sequence[Settings]] = []
             for name, count in degrees.items():
                 choices.append(self.degrees[name] if count > 1 else (self.undivided.get(name, {}),))
-            for variants in select_one_deviation([*choices, self.options]):
+            choices.append(self.options)
+            is_combined = sum(count > 1 for count in counts) > 1
+            if is_combined:
+                choices = [entries[:1] for entries in choices]
+            for variants in select_one_deviation(choices):
                 chosen: dict[str, str] = {}
                 for variant in variants:
                     chosen |= variant

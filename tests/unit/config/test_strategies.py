@@ -11,7 +11,7 @@ import pytest
 
 from common.config import config, config_keys
 from common.system.errors import UserError
-from configs.strategies import Condition, Refusal, Settings, Strategies, factorize
+from configs.strategies import Condition, Refusal, Settings, Strategies, factorize, format_text
 from configs.sweeps.strategies import list_points
 
 SCHEMAS = {name: config.import_schema(name) for name in config.list_experiments()}
@@ -19,8 +19,8 @@ WITH_REFUSALS = [name for name, schema in SCHEMAS.items() if schema.refused]
 WITH_STRATEGIES = [name for name, schema in SCHEMAS.items() if schema.strategies is not None]
 BASE_SETTINGS = {"ddp_multinode": {"model": "resnet18"}}
 """Settings with which each setting of the table can have each of its values."""
-PAIRS_OF_SHARED_GROUPS = {frozenset({"elastic.on", "shards"})}
-"""Pairs that the check of a group of settings refuses, because several experiments have the group."""
+PAIRS_OF_OTHER_CHECKS = {frozenset({"elastic.on", "shards"}), frozenset({"stages", "schedule"})}
+"""Pairs that other checks refuse: of a group that several experiments have, or together with a third setting."""
 
 
 def list_values(name: str, condition: Condition) -> tuple[str, str]:
@@ -34,8 +34,10 @@ def list_values(name: str, condition: Condition) -> tuple[str, str]:
     elif key.type is int:
         other = str(int(condition.operand) + 1)
     else:
-        default = str(key.choices[0]) if key.choices else "equal"
-        other = default if default != condition.operand else str(key.choices[1])
+        values = (
+            map(str, key.choices) if key.choices else (format_text(read_base_values(name)[condition.setting]), "equal")
+        )
+        other = next(value for value in values if value != condition.operand)
     return (condition.operand, other) if condition.operator == "=" else (other, condition.operand)
 
 
@@ -96,7 +98,7 @@ def find_refusal(name: str, settings: Mapping[str, str]) -> Refusal | None:
 def test_a_pair_of_settings_is_refused_exactly_if_the_table_says_so(name: str) -> None:
     legal = refused = 0
     for (first, first_values), (second, second_values) in itertools.combinations(list_levels(name).items(), 2):
-        if {first, second} in PAIRS_OF_SHARED_GROUPS:
+        if {first, second} in PAIRS_OF_OTHER_CHECKS:
             continue
         for values in itertools.product(first_values, second_values):
             settings = dict(zip((first, second), values, strict=True))
@@ -149,6 +151,16 @@ def test_a_strategy_deviates_in_one_variant_or_option() -> None:
         "stages=2",
         "stages=4 schedule=zbv stages_per_process=2",
         "stages=2 recompute=true",
+    ]
+
+
+def test_combined_degrees_have_the_default_variants() -> None:
+    degrees: dict[str, list[Settings]] = {"fsdp": [{}, {"reshard": "false"}], "tensor": [{}, {"sequence": "true"}]}
+    strategies = Strategies(degrees, options=[{}, {"recompute": "blocks"}])
+    labels = list(map(strategies.format_label, strategies.list_candidates(4)))
+    assert labels == [
+        *("fsdp=4", "fsdp=4 reshard=false", "fsdp=4 recompute=blocks", "fsdp=2 tensor=2"),
+        *("tensor=4", "tensor=4 sequence=true", "tensor=4 recompute=blocks"),
     ]
 
 
