@@ -99,7 +99,8 @@ class LayoutReport:
                 del predicted["optimizer"]
                 full_state_bytes = 0
             if cfg.precision != "bf16":  # the formulas count numbers of one size
-                predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
+                if run.device.type == "cpu":  # the kernels for GPUs save other tensors
+                    predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
                 predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
             flops = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
         tokens = cfg.batch * run.sample_shape[0]
