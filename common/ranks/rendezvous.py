@@ -149,6 +149,8 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     else:
         key_folder = None
 
+    if backend == "nccl":  # `choose_device_and_backend` has set the current device
+        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
     hosts = exchange_host_names(store, rank_info, setup_timeout)
     transport = None
@@ -301,7 +303,6 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
         check_gpus(rank_info.local_size, gpus)
     if settings.uses_gpus(rank_info.local_size, gpus) and gpus > rank_info.local_rank:
         torch.cuda.set_device(rank_info.local_rank)
-        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")  # it is set above
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return torch.device("cpu"), "builtin" if settings.backend == "builtin" else "gloo"

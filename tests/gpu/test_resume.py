@@ -11,12 +11,13 @@ from tests.harness.experiments.registry import Entry
 from tests.harness.gpu.gpu_runs import (
     DEVICE,
     FIRST_GPU,
+    FLOAT64_TOLERANCE,
     GPU_TRAINING_ENTRIES,
     compare_runs,
     resume_on_gpu,
     train_on_gpu,
 )
-from tests.harness.runs.resuming import copy_as_interrupted
+from tests.harness.runs.resuming import copy_as_interrupted, resume_run
 
 INTERRUPTED_AFTER = 6
 CASES = []
@@ -37,3 +38,13 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     folder = copy_as_interrupted(complete, INTERRUPTED_AFTER, tmp_path)
     assert f"resumed from step {INTERRUPTED_AFTER}" in resume_on_gpu(entry, folder)
     assert compare_runs(folder, complete) == 0
+
+
+@pytest.mark.parametrize("entry", GPU_TRAINING_ENTRIES, ids=lambda entry: entry.name)
+def test_a_run_moves_from_a_gpu_to_a_cpu(entry: Entry, exact: Settings, tmp_path: Path) -> None:
+    settings = (*exact, *entry.make_rank_settings(1))
+    complete = train_on_gpu(entry.name, *settings, runs=tmp_path / "complete").folder
+    folder = copy_as_interrupted(complete, INTERRUPTED_AFTER, tmp_path)
+    output = resume_run(entry, folder, "launch.device=cpu").stdout
+    assert f"resumed from step {INTERRUPTED_AFTER}" in output
+    assert compare_runs(folder, complete) < FLOAT64_TOLERANCE

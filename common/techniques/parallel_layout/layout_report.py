@@ -58,7 +58,7 @@ def list_parameter_sizes(model: GPT) -> dict[str, ParameterSize]:
     return {name: ParameterSize(tuple(tensor.shape), dims[name]) for name, tensor in model.named_parameters()}
 
 
-def predict_rank(cfg: Config, model: GPT, parallel: ParallelModel) -> dict[str, int]:
+def predict_rank(cfg: Config, model: GPT, parallel: ParallelModel, device: torch.device) -> dict[str, int]:
     """Return the bytes of this rank by category, from the formulas.
 
     `full_state` are those of the undivided parameters, gradients and optimizer states of this rank's layers, and
@@ -71,6 +71,8 @@ def predict_rank(cfg: Config, model: GPT, parallel: ParallelModel) -> dict[str, 
         del predicted["optimizer"]
     if cfg.precision == "bf16":  # the formulas count numbers of one size
         del predicted["activations"], predicted["sent"]
+    elif device.type != "cpu":  # the kernels for GPUs save other tensors
+        del predicted["activations"]
     full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
     predicted["full_state"] = sum(full_state.values())
     predicted["flops"] = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
@@ -106,7 +108,7 @@ class LayoutReport:
         full_state_bytes = 0
         flops = 0
         if isinstance(parallel.model, GPT):
-            by_rank = run.world.all_gather(predict_rank(cfg, parallel.model, parallel))
+            by_rank = run.world.all_gather(predict_rank(cfg, parallel.model, parallel, run.device))
             predicted = {name: max(rank[name] for rank in by_rank) for name in by_rank[0]}
             # Each stage is on the same number of ranks. The numbers of all stages are added.
             copies = cfg.layout.ranks // cfg.layout.stage_ranks

@@ -87,9 +87,10 @@ class StageMessages:
     def post_receives(self, count: int) -> None:
         """Start a step with `count` microbatches. With gloo, post all receives from the network.
 
-        A receive of nccl occupies the GPU until the message arrives. If CUDA loads a kernel in the meantime, it waits
-        for the receive to end (CUDA C++ Programming Guide, "Lazy Loading"). The kernel may be that of the forward pass
-        for whose output the sender waits. With nccl, a rank therefore posts a receive only when it needs the tensor.
+        A receive of nccl is a kernel that runs until the message arrives. Some calls of CUDA wait for running kernels,
+        for example to load a kernel (CUDA C++ Programming Guide, "Lazy Loading"). In a forward pass for whose output
+        the sender of the message waits, such a call never returns. With nccl, a rank therefore posts a receive only
+        when it needs the tensor.
         """
         self.receives = {}
         self.unposted = [action for action in self.buffers if action.microbatch < count]

@@ -101,7 +101,7 @@ def load_final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
     path = storage.list_checkpoints(attempt)[-1].path
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("rank-*.pt")):
-        shard = torch.load(file, weights_only=True)
+        shard = torch.load(file, weights_only=True, map_location="cpu")
         tensors |= shard["model"]
         for key, value in shard["common"].get("scaler", {}).items():
             tensors[f"scaler/{key}"] = torch.tensor(value)
