@@ -11,7 +11,7 @@ from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
 from configs.networks import choose_hidden_width, network_field
-from configs.pipeline import SPLIT_SCHEDULES, MicrobatchError, PipelineConfig
+from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
 
 BYTE_VOCABULARY = 256
@@ -249,13 +249,18 @@ class Config(TrainingExperiment):
                 f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1, or more "
                 "stages than stages_per_process"
             )
-        if layout.fsdp > 1 and layout.schedule in SPLIT_SCHEDULES:
-            problem = f"schedule={layout.schedule} cannot be combined with fsdp, because it splits backward passes"
-            raise ValueError(f"{problem}; use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp")
+        if layout.schedule in SPLIT_BACKWARD_SCHEDULES:
+            self.check_split_backward()
         try:
             self.make_pipeline_config().check_schedule()
         except MicrobatchError as error:
             raise ValueError(f"{error}; the number of microbatches is accumulate") from None
+
+    def check_split_backward(self) -> None:
+        """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
+        if self.layout.stages > 1 and self.layout.fsdp > 1:
+            problem = f"schedule={self.layout.schedule} cannot be combined with fsdp, because it splits backward passes"
+            raise ValueError(f"{problem}; use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp")
 
     def check_vocabulary(self, size: int) -> None:
         degree = self.layout.tensor

@@ -46,8 +46,7 @@ def parallelize(
     The layers of the model are replaced, and those of other stages are deleted. Parameters keep their names, and become
     DTensors if they are divided. Build the optimizer afterward. `autocast` is the context of forward passes. The mesh
     has the dimensions `replicas`, `stages`, `fsdp`, `context` and `tensor`; ranks that differ only in the last one are
-    neighbors. Raises UserError if context parallelism is not available on the device, or if a custom schedule cannot be
-    combined with the layout.
+    neighbors. Raises UserError if context parallelism is not available on the device.
     """
     autocast = autocast or nullcontext()
     if layout.ranks == 1:

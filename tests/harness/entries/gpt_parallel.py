@@ -21,6 +21,7 @@ ENTRY = Entry(
         (*VARIED, "context=2"),
         (*VARIED, "fsdp=2", "reshard=false"),
         (*VARIED, "replicas=2"),
+        (*VARIED, "stages=2"),
     ),
     page_settings=SMALL_NETWORK,
     page_commands_tested_elsewhere={
