@@ -7,6 +7,6 @@ data-parallel dimensions. `pipeline_model` divides the layers into stages, which
 and `table_copy` exchanges a tied table between the first and the last stage.
 """
 
-from common.techniques.parallel_layout.parallel_model import parallelize
+from common.techniques.parallel_layout.division import parallelize
 
 __all__ = ["parallelize"]

@@ -7,7 +7,7 @@ from collections import Counter
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from common.techniques.parallel_layout.step_meter import find_address, list_parameter_addresses
+from common.techniques.parallel_layout.storage_addresses import find_address, list_parameter_addresses
 
 
 class InFlightTensors:

@@ -89,7 +89,7 @@ class PipelineModel(ParallelModel):
                 prefetch_within_stage(module)
         if self.table_copy is not None:
             self.table_copy.connect(self.model.embedding)
-        self._delete_other_layers(self.model)
+        self.model.keep_layers(self._list_kept_layers())
         self.executor = self._build_executor(self.model, run)
         self.executor.layers = layer_names
 
@@ -106,18 +106,15 @@ class PipelineModel(ParallelModel):
         if self.pipeline_ranks.index == last:
             dims = model.list_shard_dims()[TABLE]
             self.copied = {TABLE: ParameterSize(tuple(model.embedding.weight.shape), dims)}
-            model.head.add_module("table", model.embedding)
-            del model.head  # the optimizer and the checkpoints must not contain the copy
+            model.head.register_table()
         return TableCopy(self.pipeline_ranks, first, last)
 
-    def _delete_other_layers(self, model: GPT) -> None:
-        """Delete the layers of other ranks from the model, to free their memory."""
-        local_names: set[str] = set()
+    def _list_kept_layers(self) -> set[str]:
+        """Return the names of the layers that the optimizer trains and that checkpoints contain on this rank."""
+        names: set[str] = set()
         for stage in self.stages.values():
-            local_names.update(dict(stage.named_children()))
-        for name in list(dict(model.named_children())):
-            if name not in local_names:
-                delattr(model, name)
+            names.update(dict(stage.named_children()))
+        return names - {"head"} if self.copied else names
 
     def _build_executor(self, model: GPT, run: Run) -> StageExecutor:
         tokens = run.sample_shape[0] // self.layout.context

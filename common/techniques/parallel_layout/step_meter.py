@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from common.measure.metrics_log import Values
+from common.techniques.parallel_layout.storage_addresses import find_address, list_parameter_addresses
 from common.training.hooks import StepHook
 
 if TYPE_CHECKING:
@@ -164,24 +165,6 @@ def make_saved_tensors(parallel: ParallelModel) -> SavedTensors | InFlightTensor
     from common.techniques.parallel_layout.in_flight_tensors import InFlightTensors  # only few runs have stages
 
     return InFlightTensors(parallel.layers)
-
-
-def find_address(tensor: Tensor) -> tuple[int, int]:
-    """Return the address and the size in bytes of the storage of a tensor, or of tokens without their storage."""
-    if tensor.dtype == torch.int64:
-        return tensor.data_ptr(), tensor.nbytes
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
-
-
-def list_parameter_addresses(model: nn.Module) -> set[int]:
-    """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
-    addresses = set()
-    for parameter in model.parameters():
-        detached = parameter.detach()
-        local = detached.to_local() if hasattr(detached, "to_local") else detached
-        addresses.add(local.untyped_storage().data_ptr())
-    return addresses
 
 
 class GatheredParameters(TorchDispatchMode):
