@@ -103,6 +103,7 @@ STAGE_CASES = {
         stages=2,tensor=2,fsdp=2,sequence=true
         stages=2,context=2,replicas=2,launch.backend=builtin
         stages=2,replicas=2,fsdp=2,batch=16
+        stages=2,context=2,fsdp=2
         stages=4,stages_per_process=2,context=2,tensor=2,sequence=true,schedule=zbv
     """,
 }
