@@ -12,7 +12,7 @@ from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
 from configs.memory import Memory
 from configs.networks import choose_hidden_width, network_field
-from configs.pipeline import SPLIT_SCHEDULES, MicrobatchError, PipelineConfig
+from configs.pipeline import MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
 from configs.strategies import Refusal, Strategies
 
@@ -313,6 +313,12 @@ class Config(TrainingExperiment):
             self.make_pipeline_config().check_schedule()
         except MicrobatchError as error:
             raise ValueError(f"{error}; the number of microbatches is accumulate") from None
+
+    def check_split_backward(self) -> None:
+        """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
+        if self.layout.stages > 1 and self.layout.fsdp > 1:
+            problem = f"schedule={self.layout.schedule} cannot be combined with fsdp, because it splits backward passes"
+            raise ValueError(f"{problem}; use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp")
 
     def check_vocabulary(self, size: int) -> None:
         degree = self.layout.tensor

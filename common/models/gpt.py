@@ -8,7 +8,7 @@ parameter is divided: the layers, the formulas and torch's DTensors read it, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -216,6 +216,10 @@ class TiedHead(nn.Module):
         assert isinstance(weight, Tensor)
         return weight
 
+    def register_table(self) -> None:
+        """Register the table as a parameter of this layer, because the embedding belongs to another rank."""
+        self.add_module("table", self.embedding[0])
+
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens [N, T, width] to logits [N, T, vocabulary]."""
         return F.linear(x, self.weight)
@@ -303,6 +307,12 @@ class GPT(nn.Sequential):
     def blocks(self) -> list[Block]:
         """The blocks in their order."""
         return [layer for layer in self if isinstance(layer, Block)]
+
+    def keep_layers(self, names: Collection[str]) -> None:
+        """Delete all layers except some, because other ranks hold them."""
+        for name, _ in list(self.named_children()):
+            if name not in names:
+                delattr(self, name)
 
     def list_shard_dims(self) -> dict[str, ShardDims]:
         """Return the dimensions in which each parameter is divided among ranks, by name.

@@ -16,6 +16,7 @@ ENTRY = ENTRY_BY_NAME["gpt_parallel"]
 LAYOUTS = {
     "sharded": ("replicas=1", "tensor=2", "fsdp=2"),  # tensor parallelism within a host, fsdp between hosts
     "sequence": ("replicas=1", "tensor=2", "sequence=true"),  # tensor parallelism between hosts
+    "stages": ("replicas=1", "stages=2", "accumulate=2"),  # a stage on each host
 }
 
 

@@ -263,11 +263,22 @@ INVALID_SETTINGS = {
     "data.name=digits model=net.py:Net": "gpt_parallel trains on text (got data.name=digits); use data.name=text",
     "data.name=set.py:read model=net.py:Net": "gpt_parallel trains on text (got data.name=set.py:read)",
     "loss=mse": "loss=mse is not available for text",
-    "context=2 model=net.py:Net": "tensor, context and fsdp divide model=gpt only",
+    "context=2 model=net.py:Net": "tensor, context, fsdp and stages divide model=gpt only",
     "dropout=0.2 model=net.py:Net": "dropout=0.2 applies to model=gpt only",
     "data.context=1": "data.context=1 ... int from 2",
     "data.name=mnist data.tokenizer=t.json": "data.tokenizer=t.json needs text, but data.name=mnist has none",
     "data.augment=crop": "data.augment=crop needs images, but data.name=text has none",
+}
+INVALID_STAGES = {
+    "stages=5 layers=4": "stages=5 exceeds layers=4, and each stage needs a block; use stages=4, or more layers",
+    "stages=4 stages_per_process=3": "stages=4 is not divisible by stages_per_process=3; valid values ... [1, 2, 4]",
+    "stages=2 stages_per_process=2": "stages_per_process=2 places all stages on one rank; use stages=1",
+    "stages=2 schedule=zbv": "schedule=zbv needs two stages per rank; set stages_per_process=2",
+    "stages=4 stages_per_process=2 schedule=dualpipev accumulate=2": "at least as many microbatches as stages ... the "
+    "number of microbatches is accumulate",
+    "stages=2 fsdp=2 schedule=zero_bubble": "schedule=zero_bubble cannot be combined with fsdp ... use schedule=1f1b",
+    "processes_per_node=3 stages=4 stages_per_process=2": "cannot be divided evenly by stages=4 / "
+    "stages_per_process=2 x fsdp=1 x context=1 x tensor=1; use processes_per_node=2",
 }
 
 
@@ -278,6 +289,9 @@ LAYOUTS = {
     "context=2": (2, 1),
     "fsdp=2 tensor=2": (4, 1),
     "fsdp=2 replicas=2": (4, 2),
+    "stages=2": (2, 1),
+    "stages=4 stages_per_process=2 tensor=2": (4, 1),
+    "processes_per_node=4 stages=2": (4, 2),
     "launch.nodes=2": (2, 2),
     "launch.nodes=2 tensor=2": (2, 1),
     "launch.nodes=4 tensor=2": (4, 2),
@@ -325,7 +339,7 @@ def test_replicas_use_the_ranks_of_a_cluster_profile(ranks_per_node: int, nodes:
     assert submit.resolve_processes_per_node(explicit, Profile(processes=4)) == explicit
 
 
-@pytest.mark.parametrize("settings, message", INVALID_SETTINGS.items())
+@pytest.mark.parametrize("settings, message", (INVALID_SETTINGS | INVALID_STAGES).items())
 def test_invalid_settings_are_refused_with_the_remedy(settings: str, message: str) -> None:
     with expect_refusal(message):
         load_settings(*settings.split())

@@ -24,11 +24,9 @@ from tests.harness.parity.reference import list_differences
 BASE = "replicas=1"
 GROUPED = "key_value_heads=2,tied=false,activation=gelu"
 BUILTIN = "launch.backend=builtin"
+FEW = "steps=8"
 FOUR = "layers=4,accumulate=4"
 """Four blocks for up to four stages. Of the six steps of an epoch, the last has one microbatch instead of four."""
-UNTIED = "tied=false"
-SHARED = (FOUR, UNTIED)
-V_STAGES = "stages=4,stages_per_process=2"
 CASES = {
     2: (
         "tensor=2",
@@ -39,14 +37,6 @@ CASES = {
         f"replicas=2,accumulate=2,{BUILTIN}",
         "context=2,accumulate=2",
         f"context=2,{BUILTIN}",
-        f"stages=2,{FOUR}",
-        f"stages=2,schedule=gpipe,{FOUR},{BUILTIN}",
-        f"stages=2,schedule=naive,{GROUPED}",
-        f"stages=2,schedule=zero_bubble,{FOUR},{BUILTIN}",
-        f"schedule=interleaved_1f1b,{V_STAGES},{FOUR},{UNTIED}",
-        f"schedule=zbv,{V_STAGES},{FOUR}",
-        f"schedule=zbv,{V_STAGES},{FOUR},{UNTIED},{BUILTIN}",
-        f"over_network,schedule=dualpipev,{V_STAGES},{FOUR}",
         f"replicas=2,accumulate=2,zero1=true,{BUILTIN}",
         "context=2,zero1=true",
     ),
@@ -54,8 +44,6 @@ CASES = {
         "fsdp=3,batch=9",
         f"fsdp=3,batch=9,reshard=false,{BUILTIN}",
         f"fsdp=3,batch=9,{GROUPED}",
-        f"stages=3,{FOUR}",
-        f"over_network,stages=3,schedule=zero_bubble,{FOUR}",
         "replicas=3,batch=9,zero1=true",
     ),
     4: (
@@ -76,22 +64,6 @@ CASES = {
         "context=2,fsdp=2,reshard=false",
         f"context=2,fsdp=2,{BUILTIN}",
         f"context=2,replicas=2,{BUILTIN}",
-        f"stages=4,{FOUR},{BUILTIN}",
-        f"stages=4,schedule=zero_bubble,{FOUR}",
-        f"stages=2,tensor=2,{FOUR},{BUILTIN}",
-        f"stages=2,tensor=2,sequence=true,schedule=zero_bubble,{FOUR}",
-        f"schedule=zbv,{V_STAGES},tensor=2,sequence=true,{FOUR},{BUILTIN}",
-        f"stages=2,context=2,schedule=gpipe,{FOUR}",
-        f"schedule=dualpipev,{V_STAGES},context=2,{FOUR},{UNTIED},{BUILTIN}",
-        f"stages=2,replicas=2,{FOUR},{BUILTIN}",
-        "stages=2,replicas=2,schedule=naive,accumulate=2",
-        f"schedule=zbv,{V_STAGES},replicas=2,{FOUR}",
-        f"stages=2,replicas=2,zero1=true,{FOUR}",
-        f"stages=2,context=2,zero1=true,schedule=zero_bubble,{FOUR}",
-        f"stages=2,fsdp=2,{FOUR},{BUILTIN}",
-        f"over_network,stages=2,fsdp=2,reshard=false,{FOUR}",
-        f"schedule=interleaved_1f1b,{V_STAGES},fsdp=2,{FOUR}",
-        f"stages=2,fsdp=2,schedule=gpipe,{FOUR},{UNTIED}",
         f"replicas=4,zero1=true,{GROUPED}",
         "tensor=2,replicas=2,zero1=true,sequence=true",
         "context=2,tensor=2,zero1=true,accumulate=2",
@@ -103,17 +75,55 @@ CASES = {
         "tensor=2,fsdp=2,replicas=2,sequence=true",
         "context=2,tensor=2,fsdp=2,sequence=true",
         "context=2,fsdp=2,replicas=2",
-        f"stages=2,tensor=2,fsdp=2,sequence=true,{FOUR}",
-        f"stages=2,context=2,replicas=2,{FOUR},{BUILTIN}",
-        f"stages=2,replicas=2,fsdp=2,{FOUR}",
-        f"schedule=zbv,{V_STAGES},context=2,tensor=2,sequence=true,{FOUR}",
         "context=2,tensor=2,replicas=2,zero1=true",
         "context=2,fsdp=2,replicas=2,zero1=true",
     ),
 }
-DRAWN_CASES = {2: 4, 3: 1, 4: 4, 8: 1}
+STAGE_CASES = {
+    2: """
+        stages=2
+        stages=2,schedule=gpipe,launch.backend=builtin
+        stages=2,schedule=naive,tied=false
+        stages=2,schedule=zero_bubble,launch.backend=builtin
+        stages=4,stages_per_process=2,schedule=interleaved_1f1b,tied=false
+        stages=4,stages_per_process=2,schedule=zbv
+        stages=4,stages_per_process=2,schedule=zbv,tied=false,launch.backend=builtin
+        over_network,stages=4,stages_per_process=2,schedule=dualpipev
+    """,
+    3: """
+        stages=3
+        over_network,stages=3,schedule=zero_bubble
+    """,
+    4: """
+        stages=4,launch.backend=builtin
+        stages=4,schedule=zero_bubble
+        stages=2,tensor=2,launch.backend=builtin
+        stages=2,tensor=2,sequence=true,schedule=zero_bubble
+        stages=4,stages_per_process=2,tensor=2,sequence=true,schedule=zbv,launch.backend=builtin
+        stages=2,context=2,schedule=gpipe
+        stages=4,stages_per_process=2,context=2,schedule=dualpipev,tied=false,launch.backend=builtin
+        stages=2,replicas=2,launch.backend=builtin
+        stages=2,replicas=2,schedule=naive
+        stages=4,stages_per_process=2,replicas=2,schedule=zbv
+        stages=2,replicas=2,zero1=true
+        stages=2,context=2,zero1=true,schedule=zero_bubble
+        stages=2,fsdp=2,launch.backend=builtin
+        over_network,stages=2,fsdp=2,reshard=false
+        stages=4,stages_per_process=2,fsdp=2,schedule=interleaved_1f1b
+        stages=2,fsdp=2,schedule=gpipe,tied=false
+    """,
+    8: """
+        stages=2,tensor=2,fsdp=2,sequence=true
+        stages=2,context=2,replicas=2,launch.backend=builtin
+        stages=2,replicas=2,fsdp=2,batch=16
+        stages=2,context=2,fsdp=2
+        stages=4,stages_per_process=2,context=2,tensor=2,sequence=true,schedule=zbv
+    """,
+}
+"""Cases of four blocks and four microbatches, one in each line."""
+DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
+DRAWN_STAGE_CASES = {2: 2, 3: 1, 4: 2, 8: 1}
 """Number of cases that a test run draws for each number of ranks. 3 ranks divide no dimension but `hidden` evenly."""
-FEW = "steps=8"
 SAVED = f"checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
 UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
@@ -147,14 +157,18 @@ FIXED_CASES = {
 
 def get_reference_case(case: str) -> str:
     """Return the case of one process that trains the same model."""
-    shared_settings = [settings for settings in (GROUPED, "batch=9", *SHARED, FEW) if settings in case]
+    shared_settings = [
+        settings for settings in (GROUPED, "batch=9", "batch=16", "tied=false", FOUR, FEW) if settings in case
+    ]
     return ",".join([BASE, *shared_settings])
 
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> None:
     cases = draw_cases(f"gpt-layouts-{ranks}", CASES[ranks], DRAWN_CASES[ranks])
-    cases = [*cases, *FIXED_CASES.get(ranks, ())]
+    for case in draw_cases(f"gpt-stages-{ranks}", STAGE_CASES[ranks].split(), DRAWN_STAGE_CASES[ranks]):
+        cases.append(f"{case},{FOUR},{FEW}")
+    cases += FIXED_CASES.get(ranks, ())
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, ranks, cases)
     assert list(outcomes) == cases
     for case, outcome in outcomes.items():

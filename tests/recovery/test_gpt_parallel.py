@@ -21,7 +21,7 @@ VARIED = (
     *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "dropout=0.2", "masked=0.3"),
     *("accumulate=2", "dtype=float64", "steps=16", "evaluate_every=5"),
 )
-LAYOUTS = ("tensor=2", "tensor=2 sequence=true", "context=2", "fsdp=2", "replicas=2")
+LAYOUTS = ("tensor=2", "tensor=2 sequence=true", "context=2", "fsdp=2", "replicas=2", "stages=2 schedule=zero_bubble")
 LAYOUT_PAIRS = (
     ("replicas=1", "tensor=2 sequence=true"),
     ("tensor=2", "tensor=1 fsdp=2"),
@@ -31,6 +31,8 @@ LAYOUT_PAIRS = (
     ("tensor=2 sequence=true", "replicas=2 fsdp=2 tensor=1 sequence=false"),
     ("context=2", "context=1 tensor=2"),
     ("fsdp=2", "fsdp=2 context=2"),
+    ("stages=2", "stages=1 tensor=2"),
+    ("fsdp=2", "fsdp=1 stages=2"),
 )
 
 

@@ -109,13 +109,12 @@ class LayoutReport:
         flops = 0
         if isinstance(parallel.model, GPT):
             by_rank = run.world.all_gather(predict_rank(cfg, parallel.model, parallel, run.device))
-            predicted = {name: max(rank[name] for rank in by_rank) for name in by_rank[0]}
-            # Each stage is on the same number of ranks. The numbers of all stages are added.
-            copies = cfg.layout.ranks // cfg.layout.stage_ranks
-            full_state_bytes, flops = (
-                sum(rank[name] for rank in by_rank) // copies for name in ("full_state", "flops")
-            )
+            for name in by_rank[0]:
+                predicted[name] = max(rank[name] for rank in by_rank)
             del predicted["full_state"], predicted["flops"]
+            copies = cfg.layout.ranks // cfg.layout.stage_ranks  # number of ranks that hold the same stages
+            full_state_bytes = sum(rank["full_state"] for rank in by_rank) // copies
+            flops = sum(rank["flops"] for rank in by_rank) // copies
             if "optimizer" not in predicted:
                 full_state_bytes = 0
         tokens = cfg.batch * run.sample_shape[0]

@@ -1,24 +1,23 @@
-"""Division of a GPT among ranks, and what a training step needs of it."""
+"""A GPT that is divided among ranks, and what a training step needs of it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from common.models.gpt import GPT, NOT_SCORED
 from common.models.position_dropout import PositionDropout
 from common.models.sample_dropout import list_dropout_layers
 from common.ranks.rendezvous import World
 from common.runs.result import Report
-from common.system.errors import UserError
 from common.techniques.parallel_layout import data_ranks, layout_formulas
 from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
 from common.techniques.parallel_layout.tensor_ranks import TensorRanks
@@ -35,35 +34,6 @@ Microbatch = tuple[Tensor, Tensor]
 """Inputs and targets [n, T] of a microbatch."""
 ComputeLoss = Callable[[Tensor, Tensor], Tensor]
 """Maps the logits and targets of a microbatch to a loss."""
-
-
-def parallelize(
-    model: nn.Module, layout: Layout, run: Run, autocast: AbstractContextManager[Any] | None = None
-) -> ParallelModel:
-    """Divide a model among the ranks of a run, and return what a training step needs.
-
-    The model must have the same parameters on all ranks. Only a GPT can be divided; any other model can have replicas.
-    The layers of the model are replaced, and those of other stages are deleted. Parameters keep their names, and become
-    DTensors if they are divided. Build the optimizer afterward. `autocast` is the context of forward passes. The mesh
-    has the dimensions `replicas`, `stages`, `fsdp`, `context` and `tensor`; ranks that differ only in the last one are
-    neighbors. Raises UserError if context parallelism is not available on the device, or if a custom schedule cannot be
-    combined with the layout.
-    """
-    autocast = autocast or nullcontext()
-    if layout.ranks == 1:
-        return ParallelModel(model, layout, None, autocast)
-    if layout.context > 1 and run.device.type != "cpu":
-        raise UserError(f"context={layout.context} runs on CPUs only; set launch.device=cpu, or use context=1")
-    sizes = (layout.replicas, layout.stage_ranks, layout.fsdp, layout.context, layout.tensor)
-    mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=MESH_DIMS)
-    model_class = ParallelModel
-    if layout.stages > 1:
-        from common.techniques.parallel_layout.pipeline_model import PipelineModel  # a technique that few runs use
-
-        model_class = PipelineModel
-    parallel = model_class(model, layout, mesh, autocast)
-    parallel.divide(run)
-    return parallel
 
 
 class ParallelModel:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from common.models.gpt import GPT, Block, TiedHead
 from common.ranks.rendezvous import World
 from common.runs.result import Report
-from common.system.errors import UserError
 from common.techniques.parallel_layout import stage_formulas
 from common.techniques.parallel_layout.layout_formulas import TABLE, Layers, ParameterSize, Shape
 from common.techniques.parallel_layout.mesh_ranks import MeshRanks
@@ -28,7 +27,6 @@ from common.techniques.parallel_layout.table_copy import TableCopy
 from common.techniques.pipeline import api as pipeline
 from common.training.evaluate import score_test_set
 from common.training.run import Run
-from configs.layout import Layout
 
 
 class StageExecutor(pipeline.ScheduleExecutor):
@@ -67,10 +65,7 @@ class PipelineModel(ParallelModel):
     """A model whose layers are divided among the ranks of the dimension `stages`."""
 
     def divide(self, run: Run) -> None:
-        """Divide the model among the ranks of the mesh, and connect the ranks of each pipeline.
-
-        Raises UserError if a custom schedule cannot be combined with sharded parameters.
-        """
+        """Divide the model among the ranks of the mesh, and connect the ranks of each pipeline."""
         assert self.mesh is not None and isinstance(self.model, GPT)
         self.pipeline_ranks = MeshRanks(self.mesh["stages"])
         self.pipeline_world = run.world.make_subgroup(dist.get_process_group_ranks(self.pipeline_ranks.group))
@@ -79,7 +74,6 @@ class PipelineModel(ParallelModel):
         self.settings = self.layout.make_pipeline_config(run.training_cfg.batch_plan.microbatches)
         self.plan = pipeline.make_schedule(self.settings)
         self.placement = pipeline.list_stage_ranks(self.plan)
-        check_plan(self.plan, self.layout)
 
         self.divide_layers_and_tokens()
         all_stages = pipeline.split_into_stages(self.model, choose_stage_starts(self.model, self.layout.stages))
@@ -95,7 +89,7 @@ class PipelineModel(ParallelModel):
                 prefetch_within_stage(module)
         if self.table_copy is not None:
             self.table_copy.connect(self.model.embedding)
-        self._delete_other_layers(self.model)
+        self.model.keep_layers(self._list_kept_layers())
         self.executor = self._build_executor(self.model, run)
         self.executor.layers = layer_names
         run.shared_memory_bytes = self.executor.shared_memory_bytes
@@ -114,18 +108,15 @@ class PipelineModel(ParallelModel):
         if self.pipeline_ranks.index == last:
             dims = model.list_shard_dims()[TABLE]
             self.copied = {TABLE: ParameterSize(tuple(model.embedding.weight.shape), dims)}
-            model.head.add_module("table", model.embedding)
-            del model.head  # the optimizer and the checkpoints must not contain the copy
+            model.head.register_table()
         return TableCopy(self.pipeline_ranks, first, last)
 
-    def _delete_other_layers(self, model: GPT) -> None:
-        """Delete the layers of other ranks from the model, to free their memory."""
-        local_names: set[str] = set()
+    def _list_kept_layers(self) -> set[str]:
+        """Return the names of the layers that the optimizer trains and that checkpoints contain on this rank."""
+        names: set[str] = set()
         for stage in self.stages.values():
-            local_names.update(dict(stage.named_children()))
-        for name in list(dict(model.named_children())):
-            if name not in local_names:
-                delattr(model, name)
+            names.update(dict(stage.named_children()))
+        return names - {"head"} if self.copied else names
 
     def _build_executor(self, model: GPT, run: Run) -> StageExecutor:
         tokens = run.sample_shape[0] // self.layout.context
@@ -219,16 +210,6 @@ class PipelineModel(ParallelModel):
                     messages += 1
         actions = self.plan[self.pipeline_ranks.index]
         return RankStages(layers, actions, messages, self.copied, sends_table=self.table_copy is not None)
-
-
-def check_plan(plan: pipeline.Schedule, layout: Layout) -> None:
-    """Raise UserError if a custom schedule splits backwards, and parameters are sharded."""
-    is_split = any(action.kind == "I" for actions in plan for action in actions)
-    if is_split and layout.fsdp > 1:
-        raise UserError(
-            f"schedule={layout.schedule} splits backward passes, which cannot be combined with fsdp; return B instead "
-            "of I and W, or use tensor instead of fsdp"
-        )
 
 
 def choose_stage_starts(model: GPT, stages: int) -> list[str]:

@@ -22,8 +22,9 @@ ENTRY = Entry(
         (*VARIED, "fsdp=2", "reshard=false"),
         (*VARIED, "replicas=2"),
         (*VARIED, "replicas=2", "zero1=true"),
+        (*VARIED, "stages=2"),
     ),
-    page_settings=SMALL_NETWORK,
+    page_settings=(*SMALL_NETWORK, "layers=4"),
     page_commands_tested_elsewhere={
         "make sample 'RUN=<id>' 'TEXT=def ' TEMPERATURE=0.7 TOP_K=40": "tests/experiments/test_gpt_parallel.py",
     },

@@ -23,7 +23,7 @@ def test_a_wrong_number_of_ranks_is_refused(tmp_path: Path) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(find_free_port()),
     )
-    remedy = "change replicas, fsdp, context or tensor, whose product is the number of ranks"
+    remedy = "change replicas, stages, fsdp, context or tensor, whose product is the number of ranks"
     assert completed.stderr == (
         f"error: torchrun started 1 rank, but the settings require 4; use --nproc-per-node=4, or {remedy}\n"
     )

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from common.techniques.pipeline.split_backward import compute_input_gradient
+from common.techniques.pipeline.split_backward import compute_input_gradient, find_dependent_nodes
 
 
 class TiedLayers(nn.Module):
@@ -108,3 +109,21 @@ def test_a_stage_without_parameters_has_only_a_gradient_of_its_input() -> None:
     assert remaining == []
     assert compute_input_gradient(x, x.exp(), torch.ones(4, 5), is_wanted=False) == (None, [])
     assert compute_input_gradient(x.detach(), x.detach().exp(), None, is_wanted=False) == (None, [])
+
+
+def list_node_names(model: nn.Module) -> list[str]:
+    x = torch.randn(4, 5, requires_grad=True)
+    edge = get_gradient_edge(model(x))
+    input_edge = get_gradient_edge(x)
+    nodes = find_dependent_nodes(edge.node, input_edge.node)
+    return [node.name() for node in nodes]
+
+
+def test_the_order_of_the_nodes_depends_only_on_the_graph() -> None:
+    """Ranks whose gradients of parameters communicate need the same order."""
+    model = TiedLayers()
+    names = list_node_names(model)
+    assert names[0] == "AddmmBackward0"
+    assert len(set(names)) > 2
+    for _ in range(20):
+        assert list_node_names(model) == names
