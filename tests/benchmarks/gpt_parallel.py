@@ -16,6 +16,8 @@ from typing import Any, cast
 from common.ranks.rendezvous import World
 from common.runs.result import parse_result
 from configs.layout import Layout
+from tests.benchmarks import strategies
+from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task, Team, summarize_values
 from tests.benchmarks.parts import Part, finish, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
@@ -270,4 +272,6 @@ PARTS = [
         default_table,
         facts=("2 processes with 1 thread each",),
     ),
+    strategies.make_part(NAME, ("float32", "the default model", "24 samples of 128 bytes")),
 ]
+FIGURES: dict[str, Figure] = strategies.make_figures(NAME)
