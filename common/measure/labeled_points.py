@@ -105,12 +105,13 @@ def annotate_numbers(axes: Any, points: Sequence[Point]) -> None:
     centers = [(scale * x, scale * y) for x, y in axes.transData.transform(points)]
     frame = axes.get_window_extent()
     limits = Box(scale * frame.x0, scale * frame.y0, scale * frame.x1, scale * frame.y1)
+    outline = [patheffects.withStroke(linewidth=2, foreground="white")]
     for number, offset in enumerate(place_numbers(centers, limits), 1):
         is_adjacent = math.hypot(*offset) < DISTANCES[1] - 1
         line = None if is_adjacent else {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0}
         axes.annotate(
             str(number), points[number - 1], offset, textcoords="offset points", ha="center", va="center",
-            fontsize=FONT_POINTS, arrowprops=line, path_effects=[patheffects.withStroke(linewidth=2, foreground="white")],
+            fontsize=FONT_POINTS, arrowprops=line, path_effects=outline,
         )  # fmt: skip
 
 
