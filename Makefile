@@ -53,7 +53,7 @@ rerun:  ## repeat a run with its own settings and source, and compare the result
 evaluate:  ## evaluate the trained model of a finished run in one process: RUN=<id> [ARGS="data.root=..."]
 export:  ## export the trained model for other programs: RUN=<id> [FORMAT=safetensors|torch.export|onnx]
 sample:  ## continue a text with the model of a run: RUN=<id> TEXT="def " [TEMPERATURE=1] [TOP_K=40] [SEED=0]
-sweep:  ## run the points of a grid that are missing or can be resumed: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1]
+sweep:  ## run the points of a grid that are missing or can be resumed: GRID=configs/sweeps/<file>.yaml [FAILED=1 ARGS= LAUNCH= CLUSTER= FOLLOW=1 DRY_RUN=1], or compare all strategies of an experiment: GRID=configs/sweeps/strategies.py NAME= RANKS=4 [ROUNDS=5]
 doctor:  ## check every host before a long job [NODES=2 ARGS="runs=... data.cache=..." LAUNCH= CLUSTER=], or find out why a run failed or hangs: RUN=<id> [JSON=1]
 status:  ## show the state of the newest 20 runs, of all runs (ALL=1), or of one run: RUN=<id> [WAIT=seconds] [FOLLOW=1] [JSON=1]
 logs:  ## show the output of rank 0 of a run: RUN=<id> [FOLLOW=1] [RAW=1]

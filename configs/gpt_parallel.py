@@ -57,7 +57,7 @@ REFUSED = (
             "schedule={schedule} cannot be combined with fsdp, because it splits backward passes",
             "use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp",
         )
-        for schedule in SPLIT_SCHEDULES
+        for schedule in SPLIT_BACKWARD_SCHEDULES
     ),
     Refusal(
         "dropout>0", "model!=gpt", "dropout={dropout} applies to model=gpt only",

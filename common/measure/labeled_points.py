@@ -17,6 +17,9 @@ LABEL_LINE_INCHES = 0.155
 """Height of a line in the list of labels."""
 FONT_POINTS = 8
 MARKER_POINTS = 5
+TICK_DIGITS = (1, 2, 3, 5, 7)
+MIN_TICKS = 3
+"""Minimum number of ticks of an axis with the first digits TICK_DIGITS. If there are fewer, ticks are equidistant."""
 DISTANCES = (9, 14, 20, 27, 35, 44, 54)
 """Distances in points at which the number of a point may be drawn. Numbers near the point are tried first."""
 ANGLES = (0, 45, 90, 135, 180, 225, 270, 315, 22, 67, 112, 157, 202, 247, 292, 337)
@@ -47,10 +50,13 @@ def make_box(center: Point, width: float, height: float) -> Box:
 def draw_labeled_points(path: Path, points: Mapping[str, Point], x: str, y: str, *, title: str = "") -> None:
     """Draw one numbered point (x, y) per label, and list the labels by number below the axes.
 
-    A point is highlighted if no other point is at most as large in both directions. A line connects these points.
+    Both axes are logarithmic. A point is highlighted if no other point is at most as large in both directions. A line
+    connects these points.
     """
     list_inches = LABEL_LINE_INCHES * (len(points) + 1)
     axes = make_axes(WIDTH_INCHES, AXES_INCHES + list_inches)
+    from matplotlib import ticker  # after make_axes, which selects the backend
+
     figure = axes.figure
     list_share = list_inches / (AXES_INCHES + list_inches)
     figure.get_layout_engine().set(rect=(0, list_share, 1, 1 - list_share))  # left, bottom, width, height
@@ -59,8 +65,15 @@ def draw_labeled_points(path: Path, points: Mapping[str, Point], x: str, y: str,
     axes.step(*zip(*frontier, strict=True), where="post", color=BEST_COLOR, alpha=0.5, zorder=1)
     for label, point in points.items():
         axes.plot(*point, "o", color=BEST_COLOR if label in best else BAR_COLOR, markersize=MARKER_POINTS)
-    axes.set(xlabel=x, ylabel=y)
+    axes.set(xlabel=x, ylabel=y, xscale="log", yscale="log")
     axes.margins(0.12)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=TICK_DIGITS))
+        low, high = axis.get_view_interval()
+        if sum(low <= tick <= high for tick in axis.get_majorticklocs()) < MIN_TICKS:  # a range such as 41 to 49
+            axis.set_major_locator(ticker.MaxNLocator(5))
+        axis.set_minor_locator(ticker.NullLocator())
+        axis.set_major_formatter("{x:,g}")
     axes.set_title(f"{title}\norange: no other point is lower and further left", fontsize=9)
     axes.grid(alpha=0.3)
     for number, label in enumerate(points, 1):
@@ -85,17 +98,20 @@ def select_smallest(points: Mapping[str, Point]) -> list[str]:
 
 def annotate_numbers(axes: Any, points: Sequence[Point]) -> None:
     """Write the number of each point next to the point, with a thin line if the number is not adjacent."""
+    from matplotlib import patheffects
+
     axes.figure.canvas.draw()  # computes the layout
     scale = 72 / axes.figure.dpi
     centers = [(scale * x, scale * y) for x, y in axes.transData.transform(points)]
     frame = axes.get_window_extent()
     limits = Box(scale * frame.x0, scale * frame.y0, scale * frame.x1, scale * frame.y1)
+    outline = [patheffects.withStroke(linewidth=2, foreground="white")]
     for number, offset in enumerate(place_numbers(centers, limits), 1):
         is_adjacent = math.hypot(*offset) < DISTANCES[1] - 1
         line = None if is_adjacent else {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0}
         axes.annotate(
             str(number), points[number - 1], offset, textcoords="offset points", ha="center", va="center",
-            fontsize=FONT_POINTS, arrowprops=line,
+            fontsize=FONT_POINTS, arrowprops=line, path_effects=outline,
         )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ class StrategyRequest:
 
 def is_strategy_grid(path: str) -> bool:
     """Return whether a path is the grid of strategies."""
-    return Path(path).absolute() == config.ROOT / GRID_FILE
+    return Path(path).resolve() == config.ROOT / GRID_FILE
 
 
 def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> SweepPlan:

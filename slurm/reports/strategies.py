@@ -6,6 +6,7 @@ from result.json.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from common.system.text import format_count
 
 FIGURE = "strategies.svg"
 MISSING = "-"
-MIN_WIDTH = 110
+MIN_WIDTH = 132
 """Width of the table in characters on narrower terminals, where its lines are wrapped."""
+SIMILAR = 1.01
+"""Factor within which memory and messages of two strategies are equal. The faster one is then recommended."""
 
 
 @dataclass(frozen=True)
@@ -251,18 +254,21 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
 
 def answer_questions(rows: Sequence[StrategySummary]) -> dict[str, str]:
     """Return the best strategies for common questions: speed, memory, and a slow link."""
-    numbered = list(enumerate(rows, 1))
-
-    def describe(number: int, row: StrategySummary) -> str:
-        return f"{number}: {row.label}"
-
-    answers = {"fastest": describe(*min(numbered, key=lambda pair: pair[1].milliseconds))}
-    if all(row.memory_megabytes is not None for row in rows):
-        answers["least memory per rank"] = describe(*min(numbered, key=lambda pair: pair[1].memory_megabytes or 0))
-        several = [(number, row) for number, row in numbered if row.runs[0].ranks > 1]
-        if several:
-            answers["fewest bytes sent"] = describe(*min(several, key=lambda pair: pair[1].sent_megabytes))
+    answers = {"fastest": format_best(rows, [row.milliseconds for row in rows])}
+    memory = [row.memory_megabytes for row in rows]
+    if None not in memory:
+        answers["least memory per rank"] = format_best(rows, [size or 0.0 for size in memory])
+        # One process sends nothing, and is no answer for several hosts.
+        answers["fewest bytes sent"] = format_best(rows, [row.sent_megabytes or math.inf for row in rows])
     return answers
+
+
+def format_best(rows: Sequence[StrategySummary], values: Sequence[float]) -> str:
+    """Return the number and the label of the fastest row whose value is at most SIMILAR times the smallest value."""
+    limit = SIMILAR * min(values)
+    best = [number for number, value in enumerate(values) if value <= limit]
+    number = min(best, key=lambda number: rows[number].milliseconds)
+    return f"{number + 1}: {rows[number].label}"
 
 
 def draw_figure(path: Path, experiment: str, rows: Sequence[StrategySummary]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.config import config
 from configs.ddp_multinode import Config
-from tests.benchmarks import elastic_cost, unequal_ranks
+from tests.benchmarks import elastic_cost, strategies, unequal_ranks
 from tests.benchmarks.drawing import Figure, make_bar_drawer
 from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Task, Team
@@ -101,5 +101,9 @@ PARTS = [
     ),
     unequal_ranks.PART,
     elastic_cost.PART,
+    strategies.make_part(NAME, ("convnet", "batch size 64")),
 ]
-FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/step", make_bar_drawer("ResNet-18, batch 128"))}
+FIGURES: dict[str, Figure] = {
+    NAME: (f"{NAME}/step", make_bar_drawer("ResNet-18, batch 128")),
+    **strategies.make_figures(NAME),
+}

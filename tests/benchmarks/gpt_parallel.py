@@ -18,7 +18,9 @@ from common.ranks.rendezvous import World
 from common.runs.result import parse_result
 from configs.gpt_parallel import Config
 from configs.layout import Layout
+from tests.benchmarks import strategies
 from tests.benchmarks.amp_accum import no_gpu
+from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task, Team, Values, summarize_values
 from tests.benchmarks.parts import Part, finish, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
@@ -353,4 +355,6 @@ PARTS = [
         facts=(f"width {GPU_WIDTH}, {GPU_LAYERS} blocks, {GPU_BATCH} samples of {GPU_CONTEXT:,} bytes",),
         missing=no_gpu,
     ),
+    strategies.make_part(NAME, ("float32", "the default model", "24 samples of 128 bytes")),
 ]
+FIGURES: dict[str, Figure] = strategies.make_figures(NAME)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.measure import plots
+from tests.benchmarks import strategies
 from tests.benchmarks.drawing import Figure, heights, steps_of
 from tests.benchmarks.measure import Number, Samples, Task, require_same
 from tests.benchmarks.parts import Part, run_of, timelines
@@ -152,6 +153,7 @@ PARTS = [
         facts=("1 thread per stage unless the table states otherwise", "batch size 64"),
         attachments=timelines("naive", "gpipe", "1f1b"),
     ),
+    strategies.make_part(NAME, ("ResNet-18, 32 px", "batch size 64", "microbatches of 8 samples")),
 ]
 FIGURES: dict[str, Figure] = {
     **steps_of(
@@ -162,4 +164,5 @@ FIGURES: dict[str, Figure] = {
         },
     ),
     f"{NAME}_sizes": (f"{NAME}/modes", draw_sizes),
+    **strategies.make_figures(NAME),
 }

@@ -70,8 +70,10 @@ def fill_page(text: str, parts: Parts, page: Path) -> str:
             return f"{head}{format_value(parts, name, what_or_caption, column)}<!-- end -->"
         if kind == "measured":
             content = format_measured(parts, name, method, what_or_caption or "")
+        elif kind == "figure":
+            content = format_figure(parts, name, os.path.relpath(figures.FOLDER, page.parent))
         else:
-            content = {"output": format_output, "figure": format_figure}[kind](parts, name)
+            content = format_output(parts, name)
         return f"{head}\n{content}\n<!-- end -->"
 
     return MARKED.sub(replace, text)
@@ -121,9 +123,10 @@ def format_output(parts: Parts, name: str) -> str:
     return f"```text\n{parts[name]['output']}\n```" if name in parts else format_missing(name)
 
 
-def format_figure(parts: Parts, name: str) -> str:
-    """A figure of experiments/figures/, for a page beside that folder; nothing before its part is recorded."""
-    return f"![{name.replace('_', ' ')}](figures/{name}.svg)" if figures.collect_figures()[name][0] in parts else ""
+def format_figure(parts: Parts, name: str, folder: str) -> str:
+    """A figure in `folder`, the path of the figures from the page; nothing before its part is recorded."""
+    is_recorded = figures.collect_figures()[name][0] in parts
+    return f"![{name.replace('_', ' ')}]({folder}/{name}.svg)" if is_recorded else ""
 
 
 def format_value(parts: Parts, name: str, what: str, column: str) -> str:

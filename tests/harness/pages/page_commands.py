@@ -63,6 +63,12 @@ COMMANDS_TESTED_ELSEWHERE = {
     "make archive 'RUNS=<id> <id>'": "tests/unit/slurm/reports/test_archive.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml": "tests/commands/test_sweep.py",
     "make sweep GRID=configs/sweeps/mnist_pipeline_rates.yaml FAILED=1": "tests/commands/test_sweep.py",
+    "make sweep GRID=configs/sweeps/strategies.py NAME=ddp_multinode RANKS=4": (
+        "tests/unit/slurm/launch/test_strategy_sweep.py"
+    ),
+    "make sweep GRID=configs/sweeps/strategies.py NAME=ddp_multinode RANKS=4 ROUNDS=5": (
+        "tests/unit/slurm/launch/test_strategy_sweep.py"
+    ),
     "make compare SWEEP=mnist_pipeline_rates": "tests/commands/test_sweep.py",
     "make doctor NODES=2": "tests/commands/test_doctor.py",
     "make doctor NODES=2 JSON=1": "tests/commands/test_doctor.py",

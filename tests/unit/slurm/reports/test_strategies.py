@@ -126,6 +126,12 @@ def test_the_answers_name_the_best_strategy_for_each_question() -> None:
     }
 
 
+def test_of_strategies_with_similar_memory_the_faster_one_is_recommended() -> None:
+    runs = make_runs()
+    runs["fsdp=2 reshard=false"] = [make_run(state_bytes=2.01e6, step_seconds=[0.15])]
+    assert answer_questions(summarize(runs))["least memory per rank"] == "5: fsdp=2 reshard=false"
+
+
 def test_without_memory_only_the_fastest_strategy_is_known() -> None:
     runs = make_runs()
     runs["context=2"] = [make_run(step_seconds=[0.05], state_bytes=None)]

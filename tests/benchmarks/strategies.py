@@ -1,0 +1,115 @@
+"""Comparison of all strategies of an experiment, for the parts NAME/strategies of several experiments.
+
+The runs are those of `make sweep GRID=configs/sweeps/strategies.py`. In each round, every strategy runs once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from common.config import config
+from common.measure.labeled_points import draw_labeled_points
+from configs.strategies import Strategies
+from configs.sweeps import strategies as strategy_grid
+from slurm.reports import strategies as strategy_report
+from tests.benchmarks.drawing import Figure
+from tests.benchmarks.measure import Samples, Task
+from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.records import Cell, Row, Table
+
+RANKS = 4
+COLUMNS = ("memory of a rank, MB", "of these activations, MB", "MB sent per step", "idle, %", "loss difference")
+
+
+def get_strategies(name: str) -> Strategies:
+    strategies = config.import_schema(name).strategies
+    assert strategies is not None
+    return strategies
+
+
+class StrategyComparison:
+    """The runs of all strategies of an experiment, and their table."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.losses: dict[str, Sequence[float]] = {}
+        """Losses of the newest run of each strategy. Runs of a strategy in different rounds have the same losses."""
+
+    def list_tasks(self, scratch: Path) -> list[Task]:
+        """Return a run of each strategy. The first one is one process, with whose losses the others are compared."""
+        strategies = get_strategies(self.name)
+        tasks = []
+        for point in strategy_grid.list_points(strategies, RANKS):
+            settings = {**strategy_grid.SETTINGS, **strategies.run, **point}
+            arguments = [f"{key}={value}" for key, value in settings.items()]
+            tasks.append(self._make_task(scratch, strategies.format_label(point), arguments))
+        return tasks
+
+    def _make_task(self, scratch: Path, label: str, settings: Sequence[str]) -> Task:
+        def run(_: int) -> dict[str, float]:
+            folder = finish(scratch, label, self.name, *settings)
+            measured = strategy_report.read_run(folder)
+            assert measured is not None
+            shutil.rmtree(folder.path.parent)
+            self.losses[label] = measured.losses
+            return list_numbers(measured)
+
+        return Task(label, run)
+
+    def make_table(self, samples: Samples) -> Table:
+        """Return one row per strategy."""
+        rows = []
+        reference = next(iter(samples.values))
+        for label, columns in samples.values.items():
+            cells: list[Cell] = [samples.number(label, factor=1e3)]
+            cells += [samples.number(label, column, 1e-6) for column in ("memory", "activations", "sent")]
+            cells.append(samples.number(label, "idle", 100) if "idle" in columns else "-")
+            pairs = zip(self.losses[label], self.losses[reference], strict=True)
+            difference = max(abs(loss - expected) for loss, expected in pairs)
+            cells.append(f"{difference:.1g}")
+            rows.append(Row(label, cells))
+        return Table(("strategy", "ms per step", *COLUMNS), rows)
+
+
+def list_numbers(run: strategy_report.StrategyRun) -> dict[str, float]:
+    """Return the numbers of a run for the record."""
+    numbers = {
+        "seconds": median(run.step_seconds),
+        "memory": run.memory_bytes or 0.0,
+        "activations": run.activation_bytes,
+        "sent": run.sent_bytes,
+    }
+    return numbers if run.idle_share is None else numbers | {"idle": run.idle_share}
+
+
+def describe_ranks() -> str:
+    """Return the number of ranks and cores."""
+    cores = len(os.sched_getaffinity(0))
+    crowded = " (oversubscribed)" if cores < RANKS else ""
+    return f"one process with {cores} threads, and {RANKS} ranks on {cores} cores{crowded}"
+
+
+def make_part(name: str, facts: Sequence[str]) -> Part:
+    """Return the comparison of all strategies of an experiment."""
+    comparison = StrategyComparison(name)
+    title = f"one process and every strategy of {RANKS} ranks"
+    all_facts = (describe_ranks(), *facts)
+    return Part(f"{name}/strategies", title, comparison.list_tasks, comparison.make_table, facts=all_facts)
+
+
+def make_figures(name: str) -> dict[str, Figure]:
+    """Return the figure of time against memory of the part."""
+
+    def draw(path: Path, part: Mapping[str, Any]) -> None:
+        points = {}
+        for label, columns in part["samples"].items():
+            points[label] = (median(columns["memory"]) / 1e6, 1e3 * median(columns["seconds"]))
+        title = f"{name}: {part['facts'][0]}"
+        draw_labeled_points(path, points, "memory of a rank, MB", "ms per step", title=title)
+
+    return {f"{name}_strategies": (f"{name}/strategies", draw)}
