@@ -12,7 +12,7 @@ from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
 from configs.memory import Memory
 from configs.networks import choose_hidden_width, network_field
-from configs.pipeline import MicrobatchError, PipelineConfig
+from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
 from configs.strategies import Refusal, Strategies
 
