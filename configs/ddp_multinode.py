@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
+from configs.memory import Memory
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization
 
@@ -45,6 +46,7 @@ class Config(Replicated):
     compare: bool = False
     """After training, time the same step in a single process and report the parallel efficiency."""
     regularization: Regularization = flat(Regularization)
+    memory: Memory = flat(Memory)
     sharding: Sharding = flat(Sharding)
     elastic: Elastic = field(default_factory=Elastic)
     initial: InitialWeights = flat(InitialWeights)
@@ -56,6 +58,7 @@ class Config(Replicated):
     def check(self) -> None:
         super().check()
         check_sync_batchnorm(self.sync_batchnorm, self.model)
+        self.memory.check(self.model)
         self.sharding.check(self.batch_plan)
         self.elastic.check(self.processes, self.launch, self.sharding)
         is_fsdp = self.strategy == "fsdp"

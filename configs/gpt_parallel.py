@@ -10,6 +10,7 @@ from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisor
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
+from configs.memory import Memory
 from configs.networks import choose_hidden_width, network_field
 from configs.shared import InitialWeights, TrainingExperiment
 
@@ -162,6 +163,7 @@ class Config(TrainingExperiment):
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
     layout_settings: LayoutSettings = flat(LayoutSettings)
+    memory: Memory = flat(Memory)
     initial: InitialWeights = flat(InitialWeights)
 
     @property

@@ -12,6 +12,8 @@ from configs.shared import TrainingExperiment
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules in which rank r of p ranks holds the stages r and 2p - 1 - r."""
+SPLIT_BACKWARD_SCHEDULES = ("zero_bubble", "zbv", "dualpipev")
+"""Schedules that compute the gradients of a stage's input and of its weights in two passes."""
 
 
 class MicrobatchError(ValueError):
@@ -139,6 +141,9 @@ class PipelineExperiment(TrainingExperiment):
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline engine."""
         raise NotImplementedError
+
+    def check_split_backward(self) -> None:
+        """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
 
     @property
     def replicas_per_host(self) -> float:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
+from configs.memory import Memory
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization, Sweep
 
@@ -47,6 +48,7 @@ class Config(Replicated):
     """After training on several devices, time the same step on a single device and with the other strategies, in
     alternating rounds. A sweep trains a separate run with each strategy instead."""
     regularization: Regularization = flat(Regularization)
+    memory: Memory = flat(Memory)
     initial: InitialWeights = flat(InitialWeights)
     grid: Sweep = flat(Sweep)
 
@@ -73,5 +75,11 @@ class Config(Replicated):
                 f"dropout={self.regularization.dropout:g} is not available with strategy=data_parallel, whose copies "
                 "of the model do not know which samples of a batch they compute; use strategy=ddp or single"
             )
+        if self.memory.recompute != "none" and self.strategy == "data_parallel":
+            raise ValueError(
+                f"recompute={self.memory.recompute} is not available with strategy=data_parallel, whose copies of the "
+                "model exist for one step only; use strategy=ddp or single"
+            )
         super().check()
         check_sync_batchnorm(self.sync_batchnorm, self.model)
+        self.memory.check(self.model)

@@ -26,6 +26,7 @@ from common.techniques.language_model.targets import count_valid_tokens, mask_ta
 from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.layout_report import LayoutReport
 from common.techniques.parallel_layout.step_meter import StepMeter
+from common.techniques.recompute import recompute_blocks
 from configs.gpt_parallel import Config
 
 from typing import Any
@@ -59,6 +60,7 @@ def build_model(cfg: Config, run: Run) -> Any:
 
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
+    recompute_blocks(network, cfg.memory.recompute)  # discards activations, and computes them again in backward
     parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step

@@ -34,6 +34,10 @@ CASES = {
         f"replicas=2,accumulate=2,{BUILTIN}",
         "context=2,accumulate=2",
         f"context=2,{BUILTIN}",
+        "recompute=blocks,tensor=2,sequence=true,accumulate=2",
+        f"recompute=selective,tensor=2,{GROUPED}",
+        f"recompute=selective,fsdp=2,accumulate=2,{BUILTIN}",
+        "recompute=blocks,replicas=2,accumulate=2",
     ),
     3: (
         "fsdp=3,batch=9",
@@ -58,11 +62,15 @@ CASES = {
         "context=2,fsdp=2,reshard=false",
         f"context=2,fsdp=2,{BUILTIN}",
         f"context=2,replicas=2,{BUILTIN}",
+        f"recompute=selective,context=2,tensor=2,sequence=true,{GROUPED}",
+        f"recompute=blocks,context=2,fsdp=2,{BUILTIN}",
+        "recompute=selective,fsdp=2,replicas=2,reshard=false",
     ),
     8: (
         "tensor=2,fsdp=2,replicas=2,sequence=true",
         "context=2,tensor=2,fsdp=2,sequence=true",
         "context=2,fsdp=2,replicas=2",
+        "recompute=blocks,context=2,tensor=2,fsdp=2",
     ),
 }
 DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
@@ -73,13 +81,23 @@ UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
 UNINTERRUPTED_CONTEXT = f"context=2,{SAVED}"
 RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
-RESUMED = {f"resumed,{case}": case for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT)}
+RECOMPUTED_CONTEXT = f"recompute=selective,{UNINTERRUPTED_CONTEXT}"
+RESUMED_FROM_SELECTIVE = f"resumed_from_selective,recompute=blocks,{UNINTERRUPTED}"
+EQUAL_CASES = {
+    f"resumed,{UNINTERRUPTED}": UNINTERRUPTED,
+    f"resumed,{UNINTERRUPTED_CONTEXT}": UNINTERRUPTED_CONTEXT,
+    RECOMPUTED_CONTEXT: UNINTERRUPTED_CONTEXT,
+    RESUMED_FROM_SELECTIVE: UNINTERRUPTED,
+}
 """Cases that must equal another case to the bit."""
 OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
 SLOW_RANK = "slow_rank,replicas=2"
 FIXED_CASES = {
-    2: (SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
-    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS),
+    2: (
+        *(SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
+        RECOMPUTED_CONTEXT,
+    ),
+    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, RESUMED_FROM_SELECTIVE, OTHER_DIMS),
 }
 """Cases of each test run, in addition to the drawn ones."""
 
@@ -113,10 +131,11 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert [time is None for time in times] == [waits_in_forward] * ranks, case
         if case == SLOW_RANK:
             assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
-        if case in RESUMED:
-            uninterrupted = outcomes[RESUMED[case]]
-            assert outcome["losses"] == uninterrupted["losses"]
-            for name, tensor in uninterrupted["state"].items():
+        if case in EQUAL_CASES:
+            expected = outcomes[EQUAL_CASES[case]]
+            assert outcome["losses"] == expected["losses"]
+            assert outcome["norms"] == expected["norms"]
+            for name, tensor in expected["state"].items():
                 assert torch.equal(outcome["state"][name], tensor), name
 
 

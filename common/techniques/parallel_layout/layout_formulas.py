@@ -99,31 +99,48 @@ def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout
     return (stored + outside + inside) * element_bytes
 
 
-def predict_activation_bytes(shape: Shape, layout: Layout) -> int:
-    """Return the bytes that autograd saves for the backward pass of one microbatch.
+def predict_block_bytes(shape: Shape, layout: Layout) -> float:
+    """Return the bytes that autograd saves in one block.
 
-    Values per token and block, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and
-    one scale; the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs
-    and softmax scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a
-    copy. Sequence parallelism also divides the norms by p. Context parallelism saves the keys and values without
-    repeating them for grouped queries.
+    Values per token, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and one scale;
+    the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs and softmax
+    scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a copy.
+    Sequence parallelism also divides the norms by p. Context parallelism saves the keys and values without repeating
+    them for grouped queries.
     """
     tokens = shape.count_tokens(layout)
     ranks = layout.tensor
-    sequence_ranks = ranks if layout.sequence else 1
-    norm = (2 * shape.width + 1) / sequence_ranks
     copies = 3 if shape.heads > ranks else 2  # of the queries and outputs
     keys_values = shape.keys_values_width if layout.context > 1 else 2 * shape.width
     attention = (copies * shape.width + keys_values + shape.heads) / ranks
     hidden = (4 if shape.is_gated else 2) * shape.hidden / ranks
-    block = 2 * norm + 2 * shape.width + attention + hidden
-    values = tokens * (shape.layers * block + norm + shape.width)
+    values = tokens * (2 * count_norm_values(shape, layout) + 2 * shape.width + attention + hidden)
     positions = shape.context / layout.context
-    values += shape.layers * 2 * positions * shape.width / shape.heads  # cosines and sines of rotary embedding
-    values += tokens * predict_loss_values(shape, layout)
-    indices = 2 * INDEX_BYTES * tokens  # inputs and targets
-    masks = tokens * shape.width * (2 * shape.layers + 1) / sequence_ranks if shape.dropout else 0
-    return round(values * shape.element_bytes + masks + indices)
+    values += 2 * positions * shape.width / shape.heads  # cosines and sines of rotary embedding
+    return values * shape.element_bytes + 2 * predict_mask_bytes(shape, layout)
+
+
+def predict_input_bytes(shape: Shape, layout: Layout) -> float:
+    """Return the bytes of the inputs and targets, and of the dropout mask of the token vectors."""
+    return 2 * INDEX_BYTES * shape.count_tokens(layout) + predict_mask_bytes(shape, layout)
+
+
+def predict_output_bytes(shape: Shape, layout: Layout) -> float:
+    """Return the bytes that the last norm, the output layer and the loss save."""
+    values = count_norm_values(shape, layout) + shape.width + predict_loss_values(shape, layout)
+    return shape.count_tokens(layout) * values * shape.element_bytes
+
+
+def count_norm_values(shape: Shape, layout: Layout) -> float:
+    """Return the number of values per token that a norm saves."""
+    return (2 * shape.width + 1) / (layout.tensor if layout.sequence else 1)
+
+
+def predict_mask_bytes(shape: Shape, layout: Layout) -> float:
+    """Return the bytes of the mask of one dropout layer."""
+    if not shape.dropout:
+        return 0
+    return shape.count_tokens(layout) * shape.width / (layout.tensor if layout.sequence else 1)
 
 
 def predict_loss_values(shape: Shape, layout: Layout) -> float:

@@ -12,7 +12,7 @@ from torch import nn
 
 from common.models.gpt import GPT
 from common.runs.result import ReportData
-from common.techniques.parallel_layout import layout_formulas
+from common.techniques.parallel_layout import layout_formulas, recompute_formulas
 from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
 from common.techniques.parallel_layout.step_meter import StepMeter
 from common.training.run import Run
@@ -61,6 +61,18 @@ def list_parameter_sizes(model: GPT) -> dict[str, ParameterSize]:
     return {name: ParameterSize(tuple(tensor.shape), dims[name]) for name, tensor in model.named_parameters()}
 
 
+def predict_activations_and_messages(cfg: Config, shape: Shape, sizes: Mapping[str, ParameterSize]) -> dict[str, int]:
+    """Return the bytes of activations and of messages from formulas, by category."""
+    recompute = cfg.memory.recompute
+    predicted = {"activations": recompute_formulas.predict_activation_bytes(shape, cfg.layout, recompute)}
+    if recompute != "none":
+        peak = recompute_formulas.predict_peak_activation_bytes(shape, cfg.layout, recompute)
+        predicted["peak_activations"] = peak
+    predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
+    predicted["sent"] += recompute_formulas.predict_repeated_messages(shape, cfg.layout, recompute)
+    return predicted
+
+
 @dataclass
 class LayoutReport:
     """Report on throughput, memory and messages. Only the network gpt has formulas."""
@@ -102,8 +114,7 @@ class LayoutReport:
                 del predicted["optimizer"]
                 full_state_bytes = 0
             if cfg.precision != "bf16":  # the formulas count numbers of one size
-                predicted["activations"] = layout_formulas.predict_activation_bytes(shape, cfg.layout)
-                predicted["sent"] = layout_formulas.predict_sent_bytes(sizes, shape, cfg.layout)
+                predicted |= predict_activations_and_messages(cfg, shape, sizes)
             flops = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)
         tokens = cfg.batch * run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype

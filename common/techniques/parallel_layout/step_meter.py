@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from common.measure.metrics_log import Values
+from common.techniques.recompute.api import is_kept, observe_blocks
 from common.training.hooks import StepHook
 
 COLLECTIVE_NAMESPACE = "c10d"
@@ -25,15 +27,18 @@ BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_r
 """Bytes that a rank sends, as a multiple of (p - 1) / p times the size of the full tensor."""
 SEND = "send"
 """Name of the operation that sends a tensor to one rank."""
+RECEIVE = "recv_"
+"""Start of the names of operations that receive a tensor from one rank."""
 
 
 class StepMeter(StepHook):
     """Hook that measures the first step of an attempt.
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
-    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activation_bytes` is the
-    size of the storages that autograd saves for the backward pass of one microbatch, without parameters. Of tokens,
-    which share a storage with later batches, only those of the microbatch are counted.
+    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the size
+    of the storages that are kept for the backward pass of one microbatch, without parameters. Of tokens, which share a
+    storage with later batches, only those of the microbatch are counted. `peak_activations` is measured if blocks
+    recompute their activations: it is the largest size at the end of a forward pass or of a recomputation.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
@@ -46,7 +51,8 @@ class StepMeter(StepHook):
         self.gathered_parameters = GatheredParameters()
         self.saved_tensors = SavedTensors(model)
         self.memory: dict[str, int] = {}
-        """Bytes by category: parameters, peak_parameters, gradients, optimizer, activations, buffers."""
+        """Bytes by category: parameters, peak_parameters, gradients, optimizer, activations, peak_activations (only if
+        blocks recompute their activations), buffers."""
 
     @property
     def sent_bytes(self) -> int:
@@ -61,6 +67,7 @@ class StepMeter(StepHook):
             self.contexts.enter_context(self.gathered_parameters)
             self.contexts.enter_context(self.saved_tensors.hooks)
             self.saved_tensors.start()
+            self.contexts.enter_context(observe_blocks(self.model, self.saved_tensors))
 
     def collect_values(self) -> Values:
         """Measure the memory at the end of the first step. The gradients still exist."""
@@ -79,14 +86,16 @@ class StepMeter(StepHook):
         for values in self.optimizer.state.values():
             state += values.values()
         stored = count_bytes(parameters)
-        return {
+        memory = {
             "parameters": stored,
             "peak_parameters": stored + self.gathered_parameters.peak_bytes,
             "gradients": count_bytes(parameter.grad for parameter in parameters),
             "optimizer": count_bytes(state),
-            "activations": self.saved_tensors.bytes,
-            "buffers": count_bytes(self.model.buffers()),
+            "activations": self.saved_tensors.kept_bytes,
         }
+        if self.saved_tensors.has_recomputed:
+            memory["peak_activations"] = self.saved_tensors.peak_bytes
+        return memory | {"buffers": count_bytes(self.model.buffers())}
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
@@ -108,18 +117,25 @@ def count_bytes(values: Iterable[Any]) -> int:
 
 
 class SavedTensors:
-    """The storages that autograd saves for the backward pass of the first microbatch of a step.
+    """The storages that are kept for the backward pass of the first microbatch of a step.
 
-    The data loader keeps several batches of tokens in one storage. Tokens are therefore counted by their own size.
+    Autograd saves most of them. Others are the results that selective recomputation keeps, and the activations that a
+    block has recomputed. The data loader keeps several batches of tokens in one storage. Tokens are therefore counted
+    by their own size.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.hooks = saved_tensors_hooks(self.record, lambda tensor: tensor)
-        self.sizes: dict[int, int] = {}
-        """Size in bytes of each storage, and of each tensor of tokens, by its address."""
-        self.storages: list[Any] = []
-        """The storages, so that no address is used again during the measurement."""
+        self.hooks = saved_tensors_hooks(self.record, self._start_backward)
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The storages that still exist."""
+        self.token_bytes: dict[int, int] = {}
+        """Size of each tensor of tokens, by its address."""
+        self.kept_bytes = 0
+        """Size of all storages at the end of the forward pass."""
+        self.peak_bytes = 0
+        """Largest size of all storages, at the end of the forward pass or of the recomputation of a block."""
+        self.has_recomputed = False
         self.has_ended = False
         self.registration: RemovableHandle | None = None
         self.is_recording = False
@@ -128,29 +144,36 @@ class SavedTensors:
         """Record the saved tensors from the next forward pass of the model."""
         self.registration = self.model.register_forward_pre_hook(self._start_microbatch)
 
-    @property
-    def bytes(self) -> int:
-        """Size of all storages together."""
-        return sum(self.sizes.values())
-
     def _start_microbatch(self, model: nn.Module, inputs: Any) -> None:
         """Record from the first forward pass until the second one."""
         self.is_recording = not self.has_ended
         if self.has_ended and self.registration is not None:
             self.registration.remove()
-            self.storages.clear()
         self.has_ended = True
 
     def record(self, tensor: Tensor) -> Tensor:
         """Record the storage of a saved tensor, unless it belongs to a parameter. Record tokens without the storage."""
-        if self.is_recording:
-            storage = tensor.untyped_storage()
-            is_tokens = tensor.dtype == torch.int64
-            address = tensor.data_ptr() if is_tokens else storage.data_ptr()
-            if address not in self.sizes and address not in self._list_parameter_addresses():
-                self.sizes[address] = tensor.nbytes if is_tokens else storage.nbytes()
-                self.storages.append(storage)
+        if not self.is_recording:
+            return tensor
+        if tensor.dtype == torch.int64:
+            self.token_bytes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage not in self.storages and storage.data_ptr() not in self._list_parameter_addresses():
+            self.storages.add(storage)
         return tensor
+
+    def _start_backward(self, tensor: Tensor) -> Tensor:
+        """Measure the storages when the backward pass needs the first one of them."""
+        if self.is_recording and not self.kept_bytes:
+            self.kept_bytes = self._measure()
+        return tensor
+
+    def _measure(self) -> int:
+        """Return the present size of all storages, and update the largest size."""
+        size = sum(storage.nbytes() for storage in self.storages) + sum(self.token_bytes.values())
+        self.peak_bytes = max(self.peak_bytes, size)
+        return size
 
     def _list_parameter_addresses(self) -> set[int]:
         """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
@@ -160,6 +183,56 @@ class SavedTensors:
             local = detached.to_local() if hasattr(detached, "to_local") else detached
             addresses.add(local.untyped_storage().data_ptr())
         return addresses
+
+    # ---- the interface RecomputeObserver
+
+    @contextlib.contextmanager
+    def observe_kept_results(self) -> Iterator[None]:
+        """Record the results that the forward pass of a block keeps."""
+        with NewStorages(self.storages, is_kept) if self.is_recording else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def observe_recomputation(self) -> Iterator[None]:
+        """Record what the recomputation of a block creates, and measure what exists at its end."""
+        if not self.is_recording:
+            yield
+            return
+        self.has_recomputed = True
+        with NewStorages(self.storages, lambda operation: True):
+            try:
+                yield
+            finally:
+                self._measure()
+
+
+class NewStorages(TorchDispatchMode):
+    """Context that adds the storages that operations create to a set. Views and changes in place create none.
+
+    `is_added(operation)` selects the operations. Buffers of received messages do not count, because the thread that
+    receives them frees them at any time after their use.
+    """
+
+    def __init__(self, storages: weakref.WeakSet[Any], is_added: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.storages = storages
+        self.is_added = is_added
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == COLLECTIVE_NAMESPACE and func.__name__.startswith(RECEIVE):
+            for tensor in flatten_tensors(args[0]):
+                self.storages.discard(tensor.untyped_storage())
+        elif self.is_added(func):
+            arguments = {
+                tensor.untyped_storage() for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+            }
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.untyped_storage() not in arguments:
+                    self.storages.add(tensor.untyped_storage())
+        return result
 
 
 class GatheredParameters(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.config.custom_function import convert_errors_of_user_file, load_function
+from common.system.errors import UserError
 from common.system.text import format_count
 from common.techniques.pipeline.schedules import (
     ACTION_NAMES,
@@ -23,10 +24,16 @@ USAGE = (
 
 
 def check_schedule_of_config(settings: PipelineExperiment) -> None:
-    """Raise UserError if the pipeline schedule of a config is invalid."""
+    """Raise UserError if the pipeline schedule of a config is invalid, or if other settings do not allow it."""
     pipeline = settings.make_pipeline_config()
-    if pipeline.engine == "own":
-        make_schedule(pipeline)
+    if pipeline.engine != "own":
+        return
+    plan = make_schedule(pipeline)
+    if any(action.kind == "I" for actions in plan for action in actions):
+        try:
+            settings.check_split_backward()
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
 
 def make_custom_schedule(name: str, sizes: tuple[int, int, int]) -> Schedule:
