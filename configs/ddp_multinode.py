@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
-from configs.memory import Memory
+from configs.memory import Memory, StateSharding
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization
 from configs.strategies import Refusal, Strategies
@@ -115,10 +115,7 @@ class Config(Replicated):
     elastic: Elastic = field(default_factory=Elastic)
     initial: InitialWeights = flat(InitialWeights)
     memory: Memory = flat(Memory)
-
-    @property
-    def divides_updates(self) -> bool:
-        return self.memory.zero1
+    state_sharding: StateSharding = flat(StateSharding)
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -127,9 +124,10 @@ class Config(Replicated):
     def check(self) -> None:
         super().check()
         check_sync_batchnorm(self.sync_batchnorm, self.model)
+        self.memory.check(self.model)
         self.sharding.check(self.batch_plan)
         self.elastic.check(self.processes, self.launch, self.sharding)
-        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
+        self.state_sharding.check(self.processes, "processes_per_node=2 or more")
         if self.strategy == "fsdp":
             self.check_fsdp()
 

@@ -10,7 +10,7 @@ from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisor
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
-from configs.memory import Memory
+from configs.memory import Memory, StateSharding
 from configs.networks import choose_hidden_width, network_field
 from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig
 from configs.shared import InitialWeights, TrainingExperiment
@@ -36,6 +36,7 @@ STRATEGIES = Strategies(
         "tensor": ({}, {"sequence": "true"}),
     },
     # Eight blocks for up to eight stages, and a batch for up to four shards of eight microbatches.
+    options=({}, {"recompute": "blocks"}, {"recompute": "selective"}),
     run={
         "layers": "8",
         "batch": "32",
@@ -56,6 +57,15 @@ REFUSED = (
             "fsdp>1", f"schedule={schedule}",
             "schedule={schedule} cannot be combined with fsdp, because it splits backward passes",
             "use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp",
+        )
+        for schedule in SPLIT_BACKWARD_SCHEDULES
+    ),
+    *(
+        Refusal(
+            "recompute!=none", f"schedule={schedule}",
+            "recompute={recompute} cannot be combined with schedule={schedule}, which splits each backward pass: both "
+            "parts would recompute the blocks",
+            "use schedule=interleaved_1f1b or 1f1b, or omit recompute",
         )
         for schedule in SPLIT_BACKWARD_SCHEDULES
     ),
@@ -252,8 +262,9 @@ class Config(TrainingExperiment):
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
     layout_settings: LayoutSettings = flat(LayoutSettings)
-    memory: Memory = flat(Memory)
     initial: InitialWeights = flat(InitialWeights)
+    memory: Memory = flat(Memory)
+    state_sharding: StateSharding = flat(StateSharding)
 
     @property
     def processes(self) -> int:
@@ -262,11 +273,7 @@ class Config(TrainingExperiment):
     @property
     def layout(self) -> Layout:
         """Division of the model and the batches among the ranks of the run."""
-        return replace(self.layout_settings.resolve(self.launch.nodes), zero1=self.memory.zero1)
-
-    @property
-    def divides_updates(self) -> bool:
-        return self.memory.zero1
+        return replace(self.layout_settings.resolve(self.launch.nodes), zero1=self.state_sharding.zero1)
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -281,7 +288,7 @@ class Config(TrainingExperiment):
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
-        self.memory.check_zero1(self.layout.copies, "replicas=2 or more")
+        self.state_sharding.check(self.layout.copies, "replicas=2 or more")
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
         if self.loss != "cross_entropy":
@@ -316,7 +323,12 @@ class Config(TrainingExperiment):
 
     def check_split_backward(self) -> None:
         """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
-        if self.layout.stages > 1 and self.layout.fsdp > 1:
+        if self.layout.stages == 1:
+            return
+        if self.memory.recompute != "none":
+            problem = f"schedule={self.layout.schedule} cannot be combined with recompute, because it splits backward"
+            raise ValueError(f"{problem} passes; use schedule=1f1b or interleaved_1f1b, or omit recompute")
+        if self.layout.fsdp > 1:
             problem = f"schedule={self.layout.schedule} cannot be combined with fsdp, because it splits backward passes"
             raise ValueError(f"{problem}; use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp")
 

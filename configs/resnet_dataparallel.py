@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
-from configs.memory import Memory
+from configs.memory import Memory, StateSharding
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization, Sweep
 
@@ -50,15 +50,12 @@ class Config(Replicated):
     regularization: Regularization = flat(Regularization)
     initial: InitialWeights = flat(InitialWeights)
     memory: Memory = flat(Memory)
+    state_sharding: StateSharding = flat(StateSharding)
     grid: Sweep = flat(Sweep)
 
     @property
     def processes(self) -> int:
         return super().processes if self.strategy == "ddp" else 1
-
-    @property
-    def divides_updates(self) -> bool:
-        return self.memory.zero1
 
     def check(self) -> None:
         if self.strategy != "ddp":
@@ -66,7 +63,7 @@ class Config(Replicated):
                 "sync_batchnorm": self.sync_batchnorm,
                 "processes_per_node": self.ranks.processes_per_node,
                 "launch.nodes": self.launch.nodes > 1,
-                "zero1": self.memory.zero1,
+                "zero1": self.state_sharding.zero1,
             }
             for name, is_set in ddp_settings.items():
                 if is_set:
@@ -80,6 +77,12 @@ class Config(Replicated):
                 f"dropout={self.regularization.dropout:g} is not available with strategy=data_parallel, whose copies "
                 "of the model do not know which samples of a batch they compute; use strategy=ddp or single"
             )
+        if self.memory.recompute != "none" and self.strategy == "data_parallel":
+            raise ValueError(
+                f"recompute={self.memory.recompute} is not available with strategy=data_parallel, whose copies of the "
+                "model exist for one step only; use strategy=ddp or single"
+            )
         super().check()
-        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
+        self.state_sharding.check(self.processes, "processes_per_node=2 or more")
         check_sync_batchnorm(self.sync_batchnorm, self.model)
+        self.memory.check(self.model)

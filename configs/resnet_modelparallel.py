@@ -8,8 +8,9 @@ from typing import ClassVar, Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
+from configs.memory import Memory
 from configs.networks import RESNETS, network_field
-from configs.pipeline import MicrobatchError, PipelineConfig, PipelineExperiment, Stages
+from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig, PipelineExperiment, Stages
 from configs.shared import InitialWeights, Regularization, Sweep
 from configs.strategies import Strategies
 
@@ -76,6 +77,7 @@ class Config(PipelineExperiment):
     limit. The limit applies to writable address space on a CPU and to tensors on a GPU."""
     pipeline: Stages = flat(Stages)
     regularization: Regularization = flat(Regularization)
+    memory: Memory = flat(Memory)
     initial: InitialWeights = flat(InitialWeights)
     grid: Sweep = flat(Sweep)
 
@@ -171,11 +173,23 @@ class Config(PipelineExperiment):
             raise ValueError(f"split_sizes=[{','.join(sizes)}] must be a list of positive integers, such as [8,16,32]")
         if self.in_one_process:
             self.check_devices()
+        pipeline = self.make_pipeline_config()
         try:
-            self.make_pipeline_config().check(shard)
+            pipeline.check(shard)
         except MicrobatchError as error:
             raise ValueError(f"{error}; the number of microbatches is batch / split_size") from None
+        if pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
+            self.check_split_backward()
+        self.memory.check(self.model)
         super().check()
+
+    def check_split_backward(self) -> None:
+        if self.memory.recompute != "none":
+            raise ValueError(
+                f"recompute={self.memory.recompute} cannot be combined with schedule={self.pipeline.schedule}, which "
+                "splits each backward pass: both parts would recompute the blocks; use another schedule, such as 1f1b "
+                "or interleaved_1f1b, or omit recompute"
+            )
 
     def check_devices(self) -> None:
         """Raise ValueError if `devices` is incompatible with other settings."""

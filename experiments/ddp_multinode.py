@@ -30,6 +30,7 @@ from common.api import Run, build_optimizer, init_network, start
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.shards import set_up_shards
 from common.techniques.data_parallel.single_process_baseline import report_scaling
+from common.techniques.recompute import recompute_blocks
 from configs.ddp_multinode import Config
 
 from collections import Counter
@@ -96,9 +97,10 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
 
 def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
+    recompute_blocks(network, cfg.memory.recompute)  # residual blocks discard activations until backward needs them
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    if cfg.memory.zero1:
+    if cfg.state_sharding.zero1:
         from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
 
         divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks

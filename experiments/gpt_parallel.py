@@ -26,6 +26,7 @@ from common.techniques.language_model.report import TextReport, add_bits_per_byt
 from common.techniques.language_model.targets import TokenCount, count_valid_tokens, mask_targets
 from common.techniques.parallel_layout import parallelize
 from common.techniques.parallel_layout.layout_report import LayoutReport
+from common.techniques.recompute import recompute_blocks
 from common.techniques.sharded_optimizer import divide_optimizer_state
 from common.training.loop import Step
 from configs.gpt_parallel import Config
@@ -63,10 +64,11 @@ def build_model(cfg: Config, run: Run) -> Any:
 
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
+    recompute_blocks(network, cfg.memory.recompute)  # discards activations, and computes them again in backward
     autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
     parallel = parallelize(network, cfg.layout, run, autocast)  # divides layers and parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    if cfg.memory.zero1:
+    if cfg.state_sharding.zero1:
         divide_optimizer_state(run, optimizer, parallel.copies)  # each rank updates some parameters, and sends them
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=parallel.peers is None, peers=parallel.peers)

@@ -31,6 +31,7 @@ from common.system.text import format_count
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.device_report import report_devices
 from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
+from common.techniques.recompute import recompute_blocks
 from common.training.loop import Step
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
@@ -48,7 +49,9 @@ Forward = Callable[[Tensor], Tensor]
 
 def build_model(cfg: Config, run: Run) -> nn.Module:
     """Build the model. All ranks use the same seed and therefore have equal weights."""
-    return init_network(cfg, run.sample_shape, run.outputs).to(run.device, run.dtype)
+    network = init_network(cfg, run.sample_shape, run.outputs)
+    recompute_blocks(network, cfg.memory.recompute)  # residual blocks discard activations until backward needs them
+    return network.to(run.device, run.dtype)
 
 
 def list_gpus(world: World) -> list[int]:
@@ -113,7 +116,7 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, inner_model, run)
     forward = choose_forward(cfg, model, run.world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    if cfg.memory.zero1:
+    if cfg.state_sharding.zero1:
         from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
 
         divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks

@@ -45,6 +45,7 @@ from common.techniques.pipeline.executor import LossFunction
 from common.techniques.pipeline.mesh import create_mesh_groups
 from common.techniques.pipeline.report import PipelineReport
 from common.techniques.pipeline.single_process import SingleProcessPipeline
+from common.techniques.recompute import recompute_blocks
 from configs.networks import get_network_name
 from configs.resnet_modelparallel import Config
 
@@ -66,6 +67,7 @@ def build_model(cfg: Config, run: Run) -> nn.Sequential:
         model = ResNet(cfg.model, run.sample_shape, run.outputs, width=cfg.width)
     load_initial_weights(model, cfg.initial.weights, cfg.runs)
     add_dropout(model, cfg.regularization.dropout, cfg.seed)
+    recompute_blocks(model, cfg.memory.recompute)  # residual blocks discard activations until backward needs them
     return model.to(memory_format=torch.channels_last) if cfg.channels_last else model
 
 

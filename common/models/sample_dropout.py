@@ -5,8 +5,9 @@ The mask depends on the seed, the name of the layer, the epoch, and the position
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -64,6 +65,20 @@ class SampleDropout(nn.Module):
             self.microbatches = deque([positions[share * size : (share + 1) * size]])
         elif self.step_microbatches:
             self.microbatches = deque([self.step_microbatches[share]])
+
+    def copy_positions(self) -> list[range]:
+        """Return the positions of the samples that the next calls process."""
+        return list(self.microbatches)
+
+    @contextlib.contextmanager
+    def use_positions(self, microbatches: Iterable[range]) -> Iterator[None]:
+        """Let the calls in the `with` block process these positions. Later calls process the positions from before."""
+        next_microbatches = self.microbatches
+        self.microbatches = deque(microbatches)
+        try:
+            yield
+        finally:
+            self.microbatches = next_microbatches
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout to the inputs [n, ...] of the next microbatch.

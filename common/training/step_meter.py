@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from common.checkpoint.local_part import LocalPart
 from common.measure.metrics_log import Values
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 from common.training.hooks import StepHook
+from common.training.saved_tensors import COLLECTIVE_NAMESPACE, SavedTensors, flatten_tensors
 
-COLLECTIVE_NAMESPACE = "c10d"
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 """Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
 BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
@@ -36,8 +33,9 @@ class StepMeter(StepHook):
 
     All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
     Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the
-    largest size of the storages that autograd saves for the backward pass at any time of the step, without parameters.
-    Of the batches of the data loader, which share a storage, only the part of the step is counted.
+    largest size of the storages that are kept for backward passes at any time of the step, without parameters. Of the
+    batches of the data loader, which share a storage, only the part of the step is counted. `peak_activations` is
+    measured if blocks recompute their activations, which it includes.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
     """
 
@@ -67,7 +65,8 @@ class StepMeter(StepHook):
         self.gathered_parameters = GatheredParameters()
         self.saved_tensors = SavedTensors(parts)
         self.memory: dict[str, int] = {}
-        """Bytes by category: parameters, peak_parameters, gradients, optimizer, local, activations, buffers."""
+        """Bytes by category: parameters, peak_parameters, gradients, optimizer, local, activations, peak_activations
+        (only if blocks recompute their activations), buffers."""
 
     @property
     def sent_bytes(self) -> int:
@@ -107,7 +106,8 @@ class StepMeter(StepHook):
 
     def gather_report(self, world: World) -> ReportData:
         """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
-        ranks = world.gather([self.state_bytes, self.memory.get("activations", 0), self.sent_bytes])
+        activation_bytes = self.memory.get("peak_activations", self.memory.get("activations", 0))
+        ranks = world.gather([self.state_bytes, activation_bytes, self.sent_bytes])
         if not ranks or not self.is_done:
             return ReportData()
         state, activations, sent = (list(values) for values in zip(*ranks, strict=True))
@@ -132,15 +132,17 @@ class StepMeter(StepHook):
         for part_state in self.local_parts.values():
             local_state += list_tensors(part_state.state_dict())
         stored = count_bytes(parameters)
-        return {
+        memory = {
             "parameters": stored,
             "peak_parameters": stored + self.gathered_parameters.peak_bytes,
             "gradients": count_bytes(parameter.grad for parameter in parameters),
             "optimizer": count_bytes(state),
             "local": count_bytes(local_state),
             "activations": self.saved_tensors.peak_bytes,
-            "buffers": count_bytes(buffers),
         }
+        if self.saved_tensors.has_recomputed:
+            memory["peak_activations"] = self.saved_tensors.peak_recomputed_bytes
+        return memory | {"buffers": count_bytes(buffers)}
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
@@ -169,83 +171,6 @@ def count_bytes(values: Iterable[Any]) -> int:
         if isinstance(local, Tensor):
             total += local.numel() * local.element_size()
     return total
-
-
-class SavedTensor:
-    """A tensor that autograd keeps for the backward pass. It is released when autograd frees it."""
-
-    def __init__(self, tensor: Tensor, address: int, release: Callable[[int], None]) -> None:
-        self.tensor = tensor.detach()  # an output of a node would otherwise keep its own node alive
-        self.address = address
-        self.release = release
-
-    def __del__(self) -> None:
-        self.release(self.address)
-
-
-class SavedTensors:
-    """Context in which the storages that autograd holds for backward passes are observed.
-
-    A storage is counted once, however many tensors use it. The data loader keeps several batches in one storage.
-    Therefore, inputs of the model and integers, such as targets, are counted by their own size.
-    """
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self.parts = parts
-        self.hooks = saved_tensors_hooks(self.save, lambda saved: saved.tensor)
-        self.sizes: dict[int, int] = {}
-        """Size in bytes of each storage that is held, and of each tensor that is counted by its own size."""
-        self.holders: Counter[int] = Counter()
-        """Number of saved tensors by the same addresses."""
-        self.input_storages: set[int] = set()
-        self.bytes = 0
-        self.peak_bytes = 0
-        """Largest value of `bytes`, the size of all storages that are held."""
-        self.registrations: list[RemovableHandle] = []
-
-    def __enter__(self) -> SavedTensors:
-        self.registrations = [part.register_forward_pre_hook(self._note_inputs) for part in self.parts]
-        self.hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.hooks.__exit__(*error)
-        for registration in self.registrations:
-            registration.remove()
-
-    def _note_inputs(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note the storages of inputs that have no gradient: the batches of the data loader."""
-        for value in inputs:
-            if isinstance(value, Tensor) and not value.requires_grad:
-                self.input_storages.add(value.untyped_storage().data_ptr())
-
-    def save(self, tensor: Tensor) -> SavedTensor:
-        """Count the storage of a tensor until autograd frees the result, unless it belongs to a parameter."""
-        storage = tensor.untyped_storage()
-        has_own_size = tensor.dtype == torch.int64 or storage.data_ptr() in self.input_storages
-        address = tensor.data_ptr() if has_own_size else storage.data_ptr()
-        if address not in self.sizes and address not in self._list_parameter_addresses():
-            self.sizes[address] = tensor.nbytes if has_own_size else storage.nbytes()
-            self.bytes += self.sizes[address]
-            self.peak_bytes = max(self.peak_bytes, self.bytes)
-        self.holders[address] += 1
-        return SavedTensor(tensor, address, self._release)
-
-    def _release(self, address: int) -> None:
-        """Stop counting a storage after its last saved tensor is freed."""
-        self.holders[address] -= 1
-        if not self.holders[address]:
-            self.bytes -= self.sizes.pop(address, 0)
-
-    def _list_parameter_addresses(self) -> set[int]:
-        """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
-        addresses = set()
-        for part in self.parts:
-            for parameter in part.parameters():
-                detached = parameter.detach()
-                local = detached.to_local() if hasattr(detached, "to_local") else detached
-                addresses.add(local.untyped_storage().data_ptr())
-        return addresses
 
 
 class GatheredParameters(TorchDispatchMode):
@@ -298,13 +223,3 @@ class CollectiveCounter(TorchDispatchMode):
         ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
         full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
         self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
-
-
-def flatten_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    tensors: list[Tensor] = []
-    for item in value:
-        tensors += flatten_tensors(item)
-    return tensors

@@ -77,11 +77,18 @@ def test_the_norm_contains_the_gradients_of_all_ranks_if_they_divide_the_optimiz
 
 def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path: Path, cache: Path) -> None:
     brief_fsdp = f"{BRIEF},strategy=fsdp"
-    outcomes = train_cases(DDP, tmp_path, cache, 2, [SYNCED, NOT_SYNCED, brief_fsdp])
+    recomputed = f"{BRIEF},recompute=blocks"
+    recomputed_fsdp = f"{brief_fsdp},recompute=selective"
+    cases = [SYNCED, NOT_SYNCED, brief_fsdp, recomputed, recomputed_fsdp]
+    outcomes = train_cases(DDP, tmp_path, cache, 2, cases)
     synced_run = run_reference(DDP, cache, SYNCED)
     assert list_differences(outcomes[SYNCED], synced_run) == []
     brief_run = run_reference(DDP, cache, BRIEF)
-    assert list_differences(outcomes[brief_fsdp], brief_run) == []
+    for case in (brief_fsdp, recomputed):
+        assert list_differences(outcomes[case], brief_run) == [], case
+    assert outcomes[recomputed_fsdp]["losses"] == outcomes[brief_fsdp]["losses"]
+    for name, tensor in outcomes[brief_fsdp]["state"].items():
+        assert torch.equal(outcomes[recomputed_fsdp]["state"][name], tensor), name
     not_synced = outcomes[NOT_SYNCED]
     two_shards = run_reference(DDP, cache, NOT_SYNCED, (2, 2))
     assert list_differences(not_synced, two_shards) == []

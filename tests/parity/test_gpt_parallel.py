@@ -39,6 +39,10 @@ CASES = {
         f"context=2,{BUILTIN}",
         f"replicas=2,accumulate=2,zero1=true,{BUILTIN}",
         "context=2,zero1=true",
+        "recompute=blocks,tensor=2,sequence=true,accumulate=2",
+        f"recompute=selective,tensor=2,{GROUPED}",
+        f"recompute=selective,fsdp=2,accumulate=2,{BUILTIN}",
+        "recompute=blocks,replicas=2,accumulate=2",
     ),
     3: (
         "fsdp=3,batch=9",
@@ -70,6 +74,9 @@ CASES = {
         f"context=2,replicas=2,zero1=true,{BUILTIN}",
         f"fsdp=2,replicas=2,zero1=true,{BUILTIN}",
         "fsdp=2,replicas=2,zero1=true,reshard=false",
+        f"recompute=selective,context=2,tensor=2,sequence=true,{GROUPED}",
+        f"recompute=blocks,context=2,fsdp=2,{BUILTIN}",
+        "recompute=selective,fsdp=2,replicas=2,reshard=false",
     ),
     8: (
         "tensor=2,fsdp=2,replicas=2,sequence=true",
@@ -77,6 +84,7 @@ CASES = {
         "context=2,fsdp=2,replicas=2",
         "context=2,tensor=2,replicas=2,zero1=true",
         "context=2,fsdp=2,replicas=2,zero1=true",
+        "recompute=blocks,context=2,tensor=2,fsdp=2",
     ),
 }
 STAGE_CASES = {
@@ -106,6 +114,8 @@ STAGE_CASES = {
         stages=2,replicas=2,schedule=naive
         stages=4,stages_per_process=2,replicas=2,schedule=zbv
         stages=2,replicas=2,zero1=true
+        recompute=blocks,stages=2,tensor=2
+        recompute=selective,stages=2,fsdp=2
         stages=2,context=2,zero1=true,schedule=zero_bubble
         stages=2,fsdp=2,launch.backend=builtin
         over_network,stages=2,fsdp=2,reshard=false
@@ -133,12 +143,16 @@ UNINTERRUPTED_STAGES = f"stages=2,{SAVED}"
 RESUMED_FROM_STAGES = f"resumed_from_stages,tensor=2,{SAVED}"
 STAGES_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED_STAGES}"
 UNINTERRUPTED_ZERO1 = f"replicas=2,zero1=true,{SAVED}"
-RESUMED = {
+RECOMPUTED_CONTEXT = f"recompute=selective,{UNINTERRUPTED_CONTEXT}"
+RESUMED_FROM_SELECTIVE = f"resumed_from_selective,recompute=blocks,{UNINTERRUPTED}"
+EQUAL_CASES = {
     f"resumed,{case}": case
     for case in (UNINTERRUPTED, UNINTERRUPTED_CONTEXT, UNINTERRUPTED_STAGES, UNINTERRUPTED_ZERO1)
 }
-RESUMED[f"resumed_from_zero1,replicas=2,{SAVED}"] = UNINTERRUPTED_ZERO1
-"""Cases that must equal another case to the bit. A division of the optimizer state changes no bit."""
+EQUAL_CASES[f"resumed_from_zero1,replicas=2,{SAVED}"] = UNINTERRUPTED_ZERO1
+EQUAL_CASES[RECOMPUTED_CONTEXT] = UNINTERRUPTED_CONTEXT
+EQUAL_CASES[RESUMED_FROM_SELECTIVE] = UNINTERRUPTED
+"""Cases that must equal another case to the bit."""
 RESUMED_FROM_ZERO1 = f"resumed_from_zero1,tensor=2,fsdp=2,{SAVED}"
 RESUMED_WITH_ZERO1 = f"resumed_from_fsdp,replicas=2,zero1=true,{SAVED}"
 OTHER_DIMS = f"other_dims,tensor=2,fsdp=2,{BUILTIN},{FEW}"
@@ -148,9 +162,16 @@ FIXED_CASES = {
         *(SLOW_RANK, UNINTERRUPTED_CONTEXT, f"resumed,{UNINTERRUPTED_CONTEXT}", RESUMED_FROM_CONTEXT),
         *(UNINTERRUPTED_STAGES, f"resumed,{UNINTERRUPTED_STAGES}", RESUMED_FROM_STAGES, STAGES_FROM_FSDP),
         *(UNINTERRUPTED_ZERO1, f"resumed,{UNINTERRUPTED_ZERO1}", f"resumed_from_zero1,replicas=2,{SAVED}"),
-        RESUMED_WITH_ZERO1,
+        *(RESUMED_WITH_ZERO1, RECOMPUTED_CONTEXT),
     ),
-    4: (UNINTERRUPTED, f"resumed,{UNINTERRUPTED}", RESUMED_FROM_FSDP, OTHER_DIMS, RESUMED_FROM_ZERO1),
+    4: (
+        UNINTERRUPTED,
+        f"resumed,{UNINTERRUPTED}",
+        RESUMED_FROM_FSDP,
+        RESUMED_FROM_SELECTIVE,
+        OTHER_DIMS,
+        RESUMED_FROM_ZERO1,
+    ),
 }
 """Cases of each test run, in addition to the drawn ones."""
 
@@ -189,10 +210,11 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert [time is None for time in times] == [is_untimed] * ranks, case
         if case == SLOW_RANK:
             assert times[1] - times[0] > DELAY_SECONDS / 2, "the time of a fast rank must not contain waiting"
-        if case in RESUMED:
-            uninterrupted = outcomes[RESUMED[case]]
-            assert outcome["losses"] == uninterrupted["losses"]
-            for name, tensor in uninterrupted["state"].items():
+        if case in EQUAL_CASES:
+            expected = outcomes[EQUAL_CASES[case]]
+            assert outcome["losses"] == expected["losses"]
+            assert outcome["norms"] == expected["norms"]
+            for name, tensor in expected["state"].items():
                 assert torch.equal(outcome["state"][name], tensor), name
 
 

@@ -21,6 +21,9 @@ CASES = {
         *(layout for layout in MEASURED_LAYOUTS if "=2" not in layout),
         "dropout=0.2,activation=gelu,accumulate=3",
         "data.train_limit=400,data.block=50,batch=4,width=32,layers=1,hidden=32",
+        "recompute=blocks,layers=4",
+        "recompute=selective,key_value_heads=2,accumulate=3",
+        "recompute=selective,dropout=0.2,activation=gelu,data.context=24,layers=1",
     ],
     2: [
         *(layout for layout in MEASURED_LAYOUTS if "=2" in layout),
@@ -35,6 +38,16 @@ CASES = {
         "stages=4,stages_per_process=2,schedule=zbv,accumulate=4,layers=4,key_value_heads=2",
         "replicas=2,zero1=true,accumulate=3",
         "context=2,zero1=true,layers=1,tied=false",
+        "recompute=blocks,tensor=2,accumulate=3",
+        "recompute=blocks,tensor=2,sequence=true,dropout=0.2,layers=3",
+        "recompute=selective,tensor=2,sequence=true,key_value_heads=2",
+        "recompute=selective,tensor=2,dropout=0.2,tied=false",
+        "recompute=blocks,context=2,dropout=0.2,layers=4",
+        "recompute=selective,context=2,key_value_heads=2",
+        "recompute=blocks,fsdp=2,layers=4",
+        "recompute=selective,fsdp=2,reshard=false",
+        "recompute=blocks,stages=2,accumulate=3,layers=4,dropout=0.2",
+        "recompute=selective,stages=4,stages_per_process=2,schedule=interleaved_1f1b,accumulate=4,layers=4",
     ],
     3: ["fsdp=3", "fsdp=3,reshard=false,accumulate=2,tied=false", "fsdp=3,layers=1,width=32", "replicas=3,zero1=true"],
 }
@@ -51,4 +64,5 @@ def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cach
         is_divided = "fsdp=" in case or "tensor=" in case
         assert 0 < result["training_state_share"] <= (0.55 if is_divided else 1), case
         assert (result["sent_bytes"] > 1000) == (ranks > 1), case
+        assert ("peak_activations_bytes" in result) == ("recompute=" in case), case
         assert (result["peak_parameters_bytes"] > result["parameters_bytes"]) == ("fsdp=" in case), case

@@ -45,6 +45,7 @@ def cases(processes: int) -> dict[str, list[str]]:
     for engine, name in itertools.product(("own", "torch"), TWO_STAGES_PER_RANK):
         rings.append(f"engine={engine},schedule={name},stages_per_process=2,{cut(4)}")
     two_stages = [f"transport=network,{cut(2)}", "stages=2,split=[relu]", "stages=2,balance=time"]
+    two_stages += [f"recompute=blocks,schedule=1f1b,{cut(2)}", f"recompute=selective,engine=torch,{cut(2)}"]
     return {"built_in": built_in, "library": library, "others": [*rings, *two_stages]}
 
 

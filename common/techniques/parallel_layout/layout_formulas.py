@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
-from common.models.gpt import ShardDims
+from common.techniques.parallel_layout import activation_formulas
+from common.techniques.parallel_layout.model_shape import TABLE, Layers, ParameterSize, Shape
 from common.techniques.sharded_optimizer.api import assign_to_ranks
 from configs.layout import Layout
 
@@ -17,78 +17,13 @@ ADAM_STATES = 2
 """Number of tensors of the size of a parameter in the state of Adam and AdamW."""
 STEP_BYTES = 4
 """Size of the number of steps that Adam stores for each parameter."""
-INDEX_BYTES = 8
-"""Size of a token."""
-TABLE = "embedding.weight"
-"""Name of the table of token vectors."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a GPT and of one microbatch of a rank."""
-
-    width: int
-    layers: int
-    """Number of blocks."""
-    heads: int
-    key_value_heads: int
-    hidden: int
-    is_gated: bool
-    """True for SwiGLU, which has a gate."""
-    vocabulary: int
-    context: int
-    samples: int
-    """Number of samples of a rank in a microbatch."""
-    microbatches: int
-    dropout: bool
-    element_bytes: int
-    """Size of a number: 4 for float32."""
-
-    def count_tokens(self, layout: Layout) -> int:
-        """Return the number of tokens of a rank in a microbatch."""
-        return self.samples * self.context // layout.context
-
-    @property
-    def keys_values_width(self) -> float:
-        """Size of the keys and values of a token."""
-        return 2 * self.width * self.key_value_heads / self.heads
-
-
-@dataclass(frozen=True)
-class Layers:
-    """Layers of a model, or of a stage of a model."""
-
-    blocks: int
-    has_embedding: bool = True
-    has_head: bool = True
-    """True if the last norm, the output layer and the loss belong to these layers."""
-
-
-@dataclass(frozen=True)
-class ParameterSize:
-    """Shape of a parameter, and the dimensions in which it is divided among ranks."""
-
-    shape: tuple[int, ...]
-    dims: ShardDims
-
-    def count_local(self, layout: Layout) -> int:
-        """Return the number of values that the first rank stores. An uneven division gives it the largest shard."""
-        sizes = list(self.shape)
-        if self.dims.tensor is not None:
-            sizes[self.dims.tensor] //= layout.tensor
-        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.parameter_shards)
-        return math.prod(sizes)
-
-    def count_gathered(self, layout: Layout) -> int:
-        """Return the number of values after the shards of fsdp are gathered, which are padded to equal sizes."""
-        return layout.parameter_shards * self.count_local(layout)
 
 
 def predict_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout) -> dict[str, int]:
     """Return the bytes of a rank by category, and the bytes that it sends in a step, for a model without stages."""
     predicted = predict_state_bytes(parameters, layout, shape.element_bytes)
     predicted["peak_parameters"] = predict_peak_parameter_bytes(parameters, layout, shape.element_bytes)
-    predicted["activations"] = predict_activation_bytes(shape, layout)
+    predicted |= activation_formulas.predict_categories(shape, layout)
     predicted["sent"] = predict_sent_bytes(parameters, shape, layout)
     return predicted
 
@@ -140,65 +75,14 @@ def predict_peak_parameter_bytes(parameters: Mapping[str, ParameterSize], layout
     return (stored + outside + inside) * element_bytes
 
 
-def predict_activation_bytes(shape: Shape, layout: Layout, layers: Layers | None = None) -> int:
-    """Return the bytes that autograd saves for the backward pass of one microbatch, by default of the whole model."""
-    layers = layers or Layers(shape.layers)
-    tokens = shape.count_tokens(layout)
-    total = layers.blocks * predict_block_bytes(shape, layout)
-    if layers.has_embedding:
-        total += INDEX_BYTES * tokens + predict_mask_bytes(shape, layout)
-    if layers.has_head:
-        values = count_norm_values(shape, layout) + shape.width + predict_loss_values(shape, layout)
-        total += INDEX_BYTES * tokens + tokens * values * shape.element_bytes
-    return round(total)
-
-
-def predict_block_bytes(shape: Shape, layout: Layout) -> float:
-    """Return the bytes that autograd saves in one block.
-
-    Values per token, for p ranks of tensor parallelism: each norm saves its input, the normalized tokens and one scale;
-    the inputs of the divided matrices are saved once per branch. The heads' queries, keys, values, outputs and softmax
-    scales, and the hidden units, are divided by p. If a rank has several heads, their joined outputs are a copy.
-    Sequence parallelism also divides the norms by p. Context parallelism saves the keys and values without repeating
-    them for grouped queries.
-    """
-    tokens = shape.count_tokens(layout)
-    ranks = layout.tensor
-    copies = 3 if shape.heads > ranks else 2  # of the queries and outputs
-    keys_values = shape.keys_values_width if layout.context > 1 else 2 * shape.width
-    attention = (copies * shape.width + keys_values + shape.heads) / ranks
-    hidden = (4 if shape.is_gated else 2) * shape.hidden / ranks
-    values = tokens * (2 * count_norm_values(shape, layout) + 2 * shape.width + attention + hidden)
-    positions = shape.context / layout.context
-    values += 2 * positions * shape.width / shape.heads  # cosines and sines of rotary embedding
-    return values * shape.element_bytes + 2 * predict_mask_bytes(shape, layout)
-
-
-def count_norm_values(shape: Shape, layout: Layout) -> float:
-    """Return the number of values per token that a norm saves."""
-    return (2 * shape.width + 1) / (layout.tensor if layout.sequence else 1)
-
-
-def predict_mask_bytes(shape: Shape, layout: Layout) -> float:
-    """Return the bytes of the mask of one dropout layer."""
-    if not shape.dropout:
-        return 0
-    return shape.count_tokens(layout) * shape.width / (layout.tensor if layout.sequence else 1)
-
-
-def predict_loss_values(shape: Shape, layout: Layout) -> float:
-    """Return the number of values per token that the loss saves."""
-    if layout.tensor == 1:
-        return shape.vocabulary  # the logarithms of the probabilities
-    return 2 * shape.vocabulary / layout.tensor + 1  # logits without their maximum, their exponentials, and the sum
-
-
 def predict_layer_messages(shape: Shape, layout: Layout, layers: Layers) -> float:
     """Return the bytes that a rank sends within its layers for one microbatch.
 
     Tensor parallelism: one all-reduce per branch in each direction, one for the token vectors and one for the head;
     three numbers per token for the loss. Context parallelism: the keys and values are sent p - 1 times in each
-    direction, and their gradients p times.
+    direction, and their gradients p times. A recomputed block ends after the last activation that autograd saves: the
+    mask of the last dropout layer or, without dropout, the input of the last matrix. It repeats the collectives up to
+    this point, and sends the keys and values around the ring again.
     """
     size = shape.element_bytes
     tokens = shape.count_tokens(layout)
@@ -214,7 +98,20 @@ def predict_layer_messages(shape: Shape, layout: Layout, layers: Layers) -> floa
         if layout.sequence:
             norms = 2 * layers.blocks + layers.has_head
             sent += 2 * ring * norms * shape.width * size  # gradients of the norms
+    if shape.recompute != "none":
+        sent += layers.blocks * predict_repeated_messages(shape, layout)
     return sent
+
+
+def predict_repeated_messages(shape: Shape, layout: Layout) -> float:
+    """Return the bytes that a rank sends because a block is recomputed."""
+    tokens = shape.count_tokens(layout)
+    ring = (layout.tensor - 1) / layout.tensor
+    branch = ring * tokens * shape.width
+    finished_branches = 2 if shape.dropout else 1
+    values = (2 + finished_branches) * branch if layout.sequence else 2 * finished_branches * branch
+    values += (layout.context - 1) * tokens * shape.keys_values_width / layout.tensor
+    return values * shape.element_bytes
 
 
 def predict_sent_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout) -> int:

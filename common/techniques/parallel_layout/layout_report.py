@@ -12,7 +12,7 @@ from common.measure.timing import time_calls
 from common.models.gpt import GPT
 from common.runs.result import ReportData
 from common.techniques.parallel_layout import layout_formulas
-from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
+from common.techniques.parallel_layout.model_shape import ParameterSize, Shape
 from common.techniques.parallel_layout.parallel_model import ParallelModel
 from common.training.run import Run
 from common.training.step_meter import StepMeter
@@ -20,6 +20,7 @@ from configs.gpt_parallel import Config
 from configs.layout import Layout
 
 STATE = ("parameters", "gradients", "optimizer")
+ACTIVATIONS = ("activations", "peak_activations")
 PRODUCT_SIZES = {"cpu": 768, "cuda": 4096}
 """Side of the square matrices whose product is timed. A GPU does not reach its highest rate with small matrices."""
 PRODUCTS = 5
@@ -49,6 +50,7 @@ def describe_shape(cfg: Config, model: GPT) -> Shape:
         microbatches=cfg.accumulate,
         dropout=cfg.dropout > 0,
         element_bytes=8 if cfg.dtype == "float64" else 4,
+        recompute=cfg.memory.recompute,
     )
 
 
@@ -70,9 +72,9 @@ def predict_rank(cfg: Config, model: GPT, parallel: ParallelModel, device: torch
     if cfg.optim.name not in ("adam", "adamw"):
         del predicted["optimizer"]
     if cfg.precision == "bf16":  # the formulas count numbers of one size
-        del predicted["activations"], predicted["sent"]
+        predicted = {name: size for name, size in predicted.items() if name not in (*ACTIVATIONS, "sent")}
     elif device.type != "cpu":  # the kernels for GPUs save other tensors
-        del predicted["activations"]
+        predicted = {name: size for name, size in predicted.items() if name not in ACTIVATIONS}
     full_state = layout_formulas.predict_state_bytes(sizes, Layout(), shape.element_bytes)
     predicted["full_state"] = sum(full_state.values())
     predicted["flops"] = layout_formulas.count_flops_per_token(sizes, shape, cfg.size.tied)

@@ -19,7 +19,7 @@ from common.models.sample_dropout import list_dropout_layers
 from common.ranks.rendezvous import World
 from common.runs.result import Report
 from common.techniques.parallel_layout import data_ranks, layout_formulas
-from common.techniques.parallel_layout.layout_formulas import ParameterSize, Shape
+from common.techniques.parallel_layout.model_shape import ParameterSize, Shape
 from common.techniques.parallel_layout.tensor_ranks import TensorRanks
 from common.techniques.parallel_layout.vocabulary_loss import sum_vocabulary_loss
 from common.training.evaluate import score_replicated, score_test_set

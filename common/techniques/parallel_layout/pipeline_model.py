@@ -19,8 +19,8 @@ from common.models.gpt import GPT, Block, TiedHead
 from common.ranks.rendezvous import World
 from common.runs.result import Report
 from common.techniques.parallel_layout import stage_formulas
-from common.techniques.parallel_layout.layout_formulas import TABLE, Layers, ParameterSize, Shape
 from common.techniques.parallel_layout.mesh_ranks import MeshRanks
+from common.techniques.parallel_layout.model_shape import TABLE, Layers, ParameterSize, Shape
 from common.techniques.parallel_layout.parallel_model import MESH_DIMS, ComputeLoss, Microbatch, ParallelModel
 from common.techniques.parallel_layout.stage_formulas import RankStages
 from common.techniques.parallel_layout.table_copy import TableCopy

@@ -6,18 +6,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from common.techniques.parallel_layout.layout_formulas import (
-    TABLE,
-    Layers,
-    ParameterSize,
-    Shape,
+from common.techniques.parallel_layout.activation_formulas import (
     predict_activation_bytes,
-    predict_layer_messages,
     predict_loss_values,
+    predict_output_bytes,
+    predict_recomputed_bytes,
+)
+from common.techniques.parallel_layout.layout_formulas import (
+    predict_layer_messages,
     predict_peak_parameter_bytes,
     predict_state_bytes,
     predict_update_messages,
 )
+from common.techniques.parallel_layout.model_shape import TABLE, Layers, ParameterSize, Shape
 from common.techniques.pipeline.api import Action
 from configs.layout import Layout
 
@@ -46,30 +47,38 @@ def predict_bytes(
     predicted = predict_state_bytes(held, layout, shape.element_bytes)
     predicted["optimizer"] = predict_state_bytes(parameters, layout, shape.element_bytes)["optimizer"]
     predicted["peak_parameters"] = predict_peak_parameter_bytes(held, layout, shape.element_bytes)
-    predicted["activations"] = predict_peak_activation_bytes(shape, layout, stages)
+    predicted |= predict_activations_in_flight(shape, layout, stages)
     predicted["sent"] = predict_sent_bytes(parameters, shape, layout, stages)
     return predicted
 
 
-def predict_peak_activation_bytes(shape: Shape, layout: Layout, stages: RankStages) -> int:
-    """Return the bytes that autograd saves for all microbatches in flight, when they need most memory.
+def predict_activations_in_flight(shape: Shape, layout: Layout, stages: RankStages) -> dict[str, int]:
+    """Return the bytes of the activations of all microbatches in flight, when they need most memory.
 
-    A microbatch is in flight in a stage from its forward to the end of its backward. If a backward is split, I frees
-    what the loss has saved, and W frees the rest.
+    `activations` are kept between passes. `peak_activations`, which exists only if blocks are recomputed, includes the
+    activations that a block has computed again. A microbatch is in flight in a stage from its forward to the end of its
+    backward. If a backward is split, I frees what the loss has saved, and W frees the rest. The output layer and the
+    loss release what they saved before the last block is recomputed.
     """
     loss_bytes = round(shape.count_tokens(layout) * predict_loss_values(shape, layout) * shape.element_bytes)
+    output_bytes = round(predict_output_bytes(shape, layout))
     in_flight: Counter[tuple[int, int]] = Counter()  # bytes by stage and microbatch
-    peak = 0
+    kept = peak = 0
     for kind, stage, microbatch in stages.actions:
         layers = stages.layers[stage]
         if kind == "F":
             in_flight[stage, microbatch] = predict_activation_bytes(shape, layout, layers)
-            peak = max(peak, in_flight.total())
+            kept = max(kept, in_flight.total())
         elif kind == "I":
             in_flight[stage, microbatch] -= loss_bytes if layers.has_head else 0
         else:
+            released = output_bytes if layers.has_head else 0
+            recomputed = round(predict_recomputed_bytes(shape, layout))
+            peak = max(peak, in_flight.total() - released + recomputed)
             del in_flight[stage, microbatch]
-    return peak
+    if shape.recompute == "none":
+        return {"activations": kept}
+    return {"activations": kept, "peak_activations": max(kept, peak)}
 
 
 def predict_sent_bytes(

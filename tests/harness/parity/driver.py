@@ -144,6 +144,8 @@ def main(method_name: str, out: str, cache: str, ranks: str, *texts: str) -> int
     """Train all cases, and return the exit status."""
     method = import_object(f"{PACKAGE}.{method_name}")
     cases = [prepare_case(method, text, Path(cache), int(ranks)) for text in texts]
+    if any("recompute=" in text for text in texts):
+        import torch._dynamo  # noqa: F401 (ranks share it after the fork; torch needs it to recompute activations)
     train = functools.partial(train_on_rank, method, cases, Path(out))
     return local_launcher.run_ranks(train, int(ranks), 1, lambda: None)
 

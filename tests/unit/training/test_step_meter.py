@@ -16,7 +16,8 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
-from common.training.step_meter import SavedTensors, StepMeter, list_tensors
+from common.training.saved_tensors import SavedTensors
+from common.training.step_meter import StepMeter, list_tensors
 from configs.mnist_pipeline import Config
 from configs.shared import Data, Log
 

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common.models.gpt import GPT
 from common.techniques.parallel_layout import layout_formulas
-from common.techniques.parallel_layout.layout_formulas import Shape
 from common.techniques.parallel_layout.layout_report import list_parameter_sizes
+from common.techniques.parallel_layout.model_shape import Shape
 
 WIDTH = 32
 LAYERS = 2

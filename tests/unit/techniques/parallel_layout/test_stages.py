@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.models.gpt import GPT
-from common.techniques.parallel_layout import layout_formulas, stage_formulas
-from common.techniques.parallel_layout.layout_formulas import Layers, Shape
+from common.techniques.parallel_layout import activation_formulas, stage_formulas
+from common.techniques.parallel_layout.model_shape import Layers, Shape
 from common.techniques.parallel_layout.pipeline_model import choose_stage_starts
 from common.techniques.parallel_layout.stage_formulas import RankStages
 from common.techniques.pipeline.api import make_schedule
@@ -51,8 +51,8 @@ def predict_peak(schedule: str, rank: int) -> int:
     settings = PipelineConfig(schedule=schedule, stages=4, microbatches=MICROBATCHES)
     actions = make_schedule(settings)[rank]
     stages = RankStages({rank: BLOCK}, actions, boundary_messages=0, copied={}, sends_table=False)
-    peak = stage_formulas.predict_peak_activation_bytes(SHAPE, Layout(), stages)
-    size = layout_formulas.predict_activation_bytes(SHAPE, Layout(), BLOCK)
+    peak = stage_formulas.predict_activations_in_flight(SHAPE, Layout(), stages)["activations"]
+    size = activation_formulas.predict_activation_bytes(SHAPE, Layout(), BLOCK)
     assert peak % size == 0
     return peak // size
 
@@ -72,5 +72,5 @@ def test_the_parts_of_a_model_need_the_memory_of_the_model() -> None:
     last = Layers(1, has_embedding=False)
     parts = 0
     for layers in (first, BLOCK, BLOCK, last):
-        parts += layout_formulas.predict_activation_bytes(SHAPE, Layout(), layers)
-    assert parts == layout_formulas.predict_activation_bytes(SHAPE, Layout())
+        parts += activation_formulas.predict_activation_bytes(SHAPE, Layout(), layers)
+    assert parts == activation_formulas.predict_activation_bytes(SHAPE, Layout())
