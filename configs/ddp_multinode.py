@@ -59,10 +59,6 @@ class Config(Replicated):
     memory: Memory = flat(Memory)
 
     @property
-    def divides_updates(self) -> bool:
-        return self.memory.zero1
-
-    @property
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.processes, weights=self.sharding.parse_weights(self.processes))
 

@@ -176,10 +176,6 @@ class Config(TrainingExperiment):
         return replace(self.layout_settings.resolve(self.launch.nodes), zero1=self.memory.zero1)
 
     @property
-    def divides_updates(self) -> bool:
-        return self.memory.zero1
-
-    @property
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.layout.data_shards, self.accumulate)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.fields import find_group
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -24,3 +26,9 @@ class Memory:
                 "zero1=true divides the optimizer state among ranks with the same parameters, but no two ranks of this "
                 f"run have the same ones; use {remedy}, or omit zero1"
             )
+
+
+def divides_updates(cfg: object) -> bool:
+    """Return True if ranks update different parameters, so that an optimizer must treat each parameter separately."""
+    memory = find_group(cfg, Memory)
+    return memory is not None and memory.zero1

@@ -56,10 +56,6 @@ class Config(Replicated):
     def processes(self) -> int:
         return super().processes if self.strategy == "ddp" else 1
 
-    @property
-    def divides_updates(self) -> bool:
-        return self.memory.zero1
-
     def check(self) -> None:
         if self.strategy != "ddp":
             ddp_settings = {

@@ -383,11 +383,6 @@ class TrainingExperiment(Experiment):
         """Number of model replicas that the ranks of one host hold together. By default, each rank holds one."""
         return self.processes / self.launch.nodes
 
-    @property
-    def divides_updates(self) -> bool:
-        """Whether ranks update different parameters, so that an optimizer must treat each parameter separately."""
-        return False
-
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError if the model cannot have a vocabulary of this size."""
 
