@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.dataparallel import Elastic, Replicated, Sharding, check_sync_batchnorm
 from configs.fields import at_least, between, flat
-from configs.memory import Memory
+from configs.memory import StateSharding
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization
 
@@ -56,7 +56,7 @@ class Config(Replicated):
     sharding: Sharding = flat(Sharding)
     elastic: Elastic = field(default_factory=Elastic)
     initial: InitialWeights = flat(InitialWeights)
-    memory: Memory = flat(Memory)
+    state_sharding: StateSharding = flat(StateSharding)
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -71,7 +71,7 @@ class Config(Replicated):
         divides_state = {
             "strategy=fsdp": is_fsdp,
             "communication=powersgd": self.communication == "powersgd",
-            "zero1=true": self.memory.zero1,
+            "zero1=true": self.state_sharding.zero1,
         }
         for setting, is_set in divides_state.items():
             if self.elastic.on and is_set:
@@ -81,7 +81,7 @@ class Config(Replicated):
                 )
         if is_fsdp:
             self.check_fsdp()
-        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
+        self.state_sharding.check(self.processes, "processes_per_node=2 or more")
         if self.sharding.shards == ["auto"] and (is_fsdp or self.sync_batchnorm):
             setting = "strategy=fsdp" if is_fsdp else "sync_batchnorm=true"
             raise ValueError(
@@ -95,7 +95,7 @@ class Config(Replicated):
             "static_graph": self.static_graph,
             "find_unused_parameters": self.find_unused_parameters,
             "communication": self.communication != "none",
-            "zero1": self.memory.zero1,
+            "zero1": self.state_sharding.zero1,
         }
         for name, is_set in ddp_settings.items():
             if is_set:

@@ -10,7 +10,7 @@ from configs.batch_plan import BatchPlan, format_nearest_multiples, list_divisor
 from configs.dataparallel import RanksPerNode
 from configs.fields import at_least, between, flat
 from configs.layout import Layout
-from configs.memory import Memory
+from configs.memory import StateSharding
 from configs.networks import choose_hidden_width, network_field
 from configs.shared import InitialWeights, TrainingExperiment
 
@@ -163,7 +163,7 @@ class Config(TrainingExperiment):
     """Maximum gradient norm; 0 disables clipping. The norm is the Euclidean norm over the gradients of all parameters,
     for the whole batch."""
     layout_settings: LayoutSettings = flat(LayoutSettings)
-    memory: Memory = flat(Memory)
+    state_sharding: StateSharding = flat(StateSharding)
     initial: InitialWeights = flat(InitialWeights)
 
     @property
@@ -173,7 +173,7 @@ class Config(TrainingExperiment):
     @property
     def layout(self) -> Layout:
         """Division of the model and the batches among the ranks of the run."""
-        return replace(self.layout_settings.resolve(self.launch.nodes), zero1=self.memory.zero1)
+        return replace(self.layout_settings.resolve(self.launch.nodes), zero1=self.state_sharding.zero1)
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -190,7 +190,7 @@ class Config(TrainingExperiment):
         if self.layout.context > 1 and self.launch.device == "cuda":
             raise ValueError("context runs on CPUs only; set launch.device=cpu, or use context=1")
         self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
-        self.memory.check_zero1(self.layout.copies, "replicas=2 or more")
+        self.state_sharding.check(self.layout.copies, "replicas=2 or more")
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
         if self.dtype == "float64" and self.precision == "bf16":

@@ -8,15 +8,15 @@ from configs.fields import find_group
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Settings that reduce the memory of a rank without a change of the results."""
+class StateSharding:
+    """Setting for experiments in which several ranks hold the same parameters."""
 
     zero1: bool = False
     """Divide the optimizer state among the ranks that hold the same parameters (ZeRO stage 1, arXiv 1910.02054). Each
     rank updates the parameters whose state it has, and sends them to the other ranks after every step. Parameters and
-    gradients are not divided."""
+    gradients are not divided. The results do not change."""
 
-    def check_zero1(self, copies: int, remedy: str) -> None:
+    def check(self, copies: int, remedy: str) -> None:
         """Raise ValueError if the optimizer state cannot be divided.
 
         `copies` is the number of ranks that hold the same parameters. `remedy` names the settings that increase it.
@@ -30,5 +30,5 @@ class Memory:
 
 def divides_updates(cfg: object) -> bool:
     """Return True if ranks update different parameters, so that an optimizer must treat each parameter separately."""
-    memory = find_group(cfg, Memory)
-    return memory is not None and memory.zero1
+    settings = find_group(cfg, StateSharding)
+    return settings is not None and settings.zero1

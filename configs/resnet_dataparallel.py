@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from configs.dataparallel import Replicated, check_sync_batchnorm
 from configs.fields import at_least, flat
-from configs.memory import Memory
+from configs.memory import StateSharding
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization, Sweep
 
@@ -49,7 +49,7 @@ class Config(Replicated):
     alternating rounds. A sweep trains a separate run with each strategy instead."""
     regularization: Regularization = flat(Regularization)
     initial: InitialWeights = flat(InitialWeights)
-    memory: Memory = flat(Memory)
+    state_sharding: StateSharding = flat(StateSharding)
     grid: Sweep = flat(Sweep)
 
     @property
@@ -62,7 +62,7 @@ class Config(Replicated):
                 "sync_batchnorm": self.sync_batchnorm,
                 "processes_per_node": self.ranks.processes_per_node,
                 "launch.nodes": self.launch.nodes > 1,
-                "zero1": self.memory.zero1,
+                "zero1": self.state_sharding.zero1,
             }
             for name, is_set in ddp_settings.items():
                 if is_set:
@@ -77,5 +77,5 @@ class Config(Replicated):
                 "of the model do not know which samples of a batch they compute; use strategy=ddp or single"
             )
         super().check()
-        self.memory.check_zero1(self.processes, "processes_per_node=2 or more")
+        self.state_sharding.check(self.processes, "processes_per_node=2 or more")
         check_sync_batchnorm(self.sync_batchnorm, self.model)

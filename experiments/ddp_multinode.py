@@ -100,7 +100,7 @@ def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    if cfg.memory.zero1:
+    if cfg.state_sharding.zero1:
         from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
 
         divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks

@@ -63,7 +63,7 @@ def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
     parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
     optimizer = build_optimizer(network.parameters(), cfg.optim)
-    if cfg.memory.zero1:
+    if cfg.state_sharding.zero1:
         divide_optimizer_state(run, optimizer, parallel.copies)  # each rank updates some parameters, and sends them
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)

@@ -114,7 +114,7 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, inner_model, run)
     forward = choose_forward(cfg, model, run.world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    if cfg.memory.zero1:
+    if cfg.state_sharding.zero1:
         from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
 
         divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks

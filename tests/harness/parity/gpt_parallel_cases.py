@@ -33,7 +33,7 @@ from common.training.hooks import StepHook
 from common.training.loop import Step
 from common.training.run import Run
 from configs.gpt_parallel import Config, LayoutSettings
-from configs.memory import Memory
+from configs.memory import StateSharding
 from experiments import gpt_parallel
 from tests.harness.parity import reference
 from tests.harness.parity.method import (
@@ -261,15 +261,12 @@ class Interruption(StepHook):
 
 
 def resume_training(
-    original: Any, cfg: Config, run: Run, layout: LayoutSettings | None = None, memory: Memory | None = None
+    original: Any, cfg: Config, run: Run, layout: LayoutSettings | None = None, *, zero1: bool = False
 ) -> None:
-    """Train until an interruption, with another layout and other memory settings if they are passed.
-
-    Then resume with the settings of the case.
-    """
-    interrupted_cfg = dataclasses.replace(
-        cfg, layout_settings=layout or cfg.layout_settings, memory=memory or cfg.memory
-    )
+    """Train until an interruption, with another layout if one is passed. Then resume with the settings of the case."""
+    interrupted_cfg = cfg
+    if layout is not None:
+        interrupted_cfg = dataclasses.replace(cfg, layout_settings=layout, state_sharding=StateSharding(zero1))
     interrupted = Run(interrupted_cfg, run.folder, run.ranks, run.prepared)
     interrupted.add_hook(Interruption())
     with contextlib.suppress(Interrupted):
@@ -282,7 +279,7 @@ def resume_training(
 
 def resume_from_fsdp(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of sharded parameters without tensor parallelism."""
-    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size), Memory())
+    resume_training(original, cfg, run, LayoutSettings(fsdp=run.world.size))
 
 
 def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
@@ -293,7 +290,7 @@ def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
 def resume_from_zero1(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of replicas that divide the optimizer state. On four ranks, they divide matrices too."""
     layout = LayoutSettings(tensor=run.world.size // 2, replicas=2)
-    resume_training(original, cfg, run, layout, Memory(zero1=True))
+    resume_training(original, cfg, run, layout, zero1=True)
 
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
