@@ -3,6 +3,7 @@
     python experiments/ddp_multinode.py                                        two ranks on this machine
     python experiments/ddp_multinode.py processes_per_node=4 compare=true      four ranks, compared with one process
     python experiments/ddp_multinode.py strategy=fsdp clip=1                   parameters sharded over the ranks
+    python experiments/ddp_multinode.py zero1=true optim.name=adam             only the optimizer state is sharded
     python experiments/ddp_multinode.py model=resnet18 data.name=cifar10 sync_batchnorm=true
     python experiments/ddp_multinode.py model=resnet18 data.name=generated communication=bf16 steps=50
     python experiments/ddp_multinode.py model=resnet50 weights=FILE            start from trained weights
@@ -19,9 +20,10 @@ the whole batch, so every rank takes the same step as a single process would. Di
 gradients bucket by bucket while backward is still running (Li et al. 2020, arXiv 2006.15704), optionally in half
 precision or compressed by PowerSGD (Vogels et al. 2019, arXiv 1905.13727). fully_shard keeps 1/p of each parameter on a
 rank, all-gathers each layer before it is used, and reduce-scatters the layer's gradients (Zhao et al. 2023, arXiv
-2304.11277). BatchNorm uses the statistics of each rank's shard unless they are synchronized (`sync_batchnorm`). With
-`optim.base_batch`, the learning rate is proportional to the batch size (linear scaling rule, Goyal et al. 2017, arXiv
-1706.02677).
+2304.11277). With `fsdp=2` and more ranks, there are several replicas of two shards each. With DDP, `zero1=true` divides
+only the optimizer state (Rajbhandari et al. 2019, arXiv 1910.02054). BatchNorm uses the statistics of each rank's shard
+unless they are synchronized (`sync_batchnorm`). With `optim.base_batch`, the learning rate is proportional to the batch
+size (linear scaling rule, Goyal et al. 2017, arXiv 1706.02677).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@
     python experiments/gpt_parallel.py context=2                     divided tokens, also in attention
     python experiments/gpt_parallel.py fsdp=2                        sharded parameters
     python experiments/gpt_parallel.py stages=2 accumulate=4         layers divided into pipeline stages
+    python experiments/gpt_parallel.py replicas=2 zero1=true         sharded optimizer state
     make exp NAME=gpt_parallel NODES=2                               on a cluster
 
 A run takes less than a minute on 2 CPU cores. It trains on the source text of Python's standard library and ends with a

@@ -7,6 +7,7 @@
     python experiments/resnet_dataparallel.py sync_batchnorm=true data.name=cifar10 data.augment=crop_flip
     python experiments/resnet_dataparallel.py data.name=generated data.image_size=64 batch=128
     python experiments/resnet_dataparallel.py model=resnet50 weights=FILE       start from trained weights
+    python experiments/resnet_dataparallel.py zero1=true optim.name=adam        the ranks divide the optimizer state
     make exp NAME=resnet_dataparallel NODES=2                                   on a cluster: ddp only
 
 A run takes about two minutes on 2 CPU cores. Expect a test accuracy of 95 % on MNIST after 100 steps. If MNIST is not

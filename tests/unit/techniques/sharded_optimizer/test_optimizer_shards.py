@@ -86,13 +86,19 @@ def list_parameters_with_state(optimizer: Optimizer, parameters: Sequence[nn.Par
     return [number for number, parameter in enumerate(parameters) if parameter in optimizer.state]
 
 
-def train_divided(build: Build, group: dist.ProcessGroup) -> tuple[list[Tensor], list[int]]:
-    """Take steps with a divided state. Return the parameters, and the numbers of those that have a state here."""
+def train_divided(build: Build, group: dist.ProcessGroup) -> tuple[list[Tensor], list[int], list[int]]:
+    """Take steps with a divided state.
+
+    Return the parameters, and the numbers of those that have a state here, at the end of a step and after training.
+    """
     parameters = build_parameters()
     optimizer = build(parameters)
+    in_step: list[list[int]] = []
+    optimizer.register_step_post_hook(lambda *_: in_step.append(list_parameters_with_state(optimizer, parameters)))
     OptimizerShards(optimizer, group).on_start()
     take_steps(parameters, optimizer)
-    return [parameter.detach() for parameter in parameters], list_parameters_with_state(optimizer, parameters)
+    with_state = list_parameters_with_state(optimizer, parameters)
+    return [parameter.detach() for parameter in parameters], in_step[-1], with_state
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, "EagerMomentum"])
@@ -103,10 +109,13 @@ def test_a_divided_state_changes_no_bit(name: str) -> None:
     take_steps(expected, build(expected))
 
     results = on_two_ranks(lambda group: train_divided(build, group))
-    for parameters, _ in results:
+    for parameters, _, _ in results:
         for parameter, expected_parameter in zip(parameters, expected, strict=True):
             assert torch.equal(parameter, expected_parameter)
-    assert [numbers for _, numbers in results] == [[0, 2], [1, 3, 4] if is_eager else [1]]
+    divided = [[0, 2], [1, 3, 4] if is_eager else [1]]
+    assert [after_training for _, _, after_training in results] == divided
+    if not is_eager:
+        assert [in_step for _, in_step, _ in results] == divided, "a step needs no memory for states of other ranks"
 
 
 def test_states_of_other_ranks_are_dropped_before_the_first_step() -> None:
