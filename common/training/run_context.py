@@ -18,7 +18,7 @@ from common.checkpoint.saver import Saver
 from common.checkpoint.stop_request import StopRequest
 from common.checkpoint.train_state import TrainState
 from common.data.prepare import PreparedDataset
-from common.measure import media, profiler
+from common.measure import profiler
 from common.measure.metrics_log import MEAN, MetricsLog, SharedMetricsLog
 from common.measure.step_timing import StepDurations, StepTimer
 from common.ranks.ranks import Ranks
@@ -333,6 +333,8 @@ class RunContext(RunData):
         the image; a call on any other rank has no effect. Raises ValueError if the shape or the name is invalid.
         """
         if self.world.is_main:
+            from common.measure import media  # imported here because few runs log images
+
             media.write_image(self.folder, step, name, pixels)
 
     def log_histogram(self, step: int, name: str, values: Tensor) -> None:
@@ -341,6 +343,8 @@ class RunContext(RunData):
         `values` is a tensor of any shape. Only rank 0 writes the histogram; a call on any other rank has no effect.
         """
         if self.world.is_main:
+            from common.measure import media
+
             media.write_histogram(self.folder, step, name, values)
 
     def compute_step_seconds(self) -> float:

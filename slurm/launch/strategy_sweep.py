@@ -53,7 +53,7 @@ def is_strategy_grid(path: str) -> bool:
 def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> SweepPlan:
     """Return the sweep over all legal strategies of an experiment. Raises UserError for invalid arguments."""
     if not request.experiment or not request.ranks:
-        example = f"make sweep GRID={GRID_FILE} NAME=gpt_parallel RANKS=4"
+        example = f"make sweep GRID={GRID_FILE} NAME=ddp_multinode RANKS=4"
         raise UserError(f"GRID={GRID_FILE} needs the experiment and the number of ranks, such as {example}")
     experiment = check_experiment_name(request.experiment)
     ranks = parse_count("RANKS", request.ranks, MAX_RANKS)

@@ -168,7 +168,7 @@ class StrategySummary:
             f"{per_second:,.0f}",
             memory,
             activations,
-            f"{self.sent_megabytes:,.2f}",
+            format_megabytes(self.sent_megabytes),
             f"{fmean(shares):.0%}" if shares else MISSING,
             f"{self.loss_difference:.1g}" if self.loss_difference is not None else MISSING,
         ]
@@ -179,6 +179,11 @@ def list_heads(run: StrategyRun) -> list[str]:
     per_second = "tokens/s" if run.tokens_per_sample else "samples/s"
     memory = ["memory,\nMB", "of these\nactivations"]
     return ["strategy", "ranks", "ms per step", per_second, *memory, "sent,\nMB", "idle", "loss\ndifference"]
+
+
+def format_megabytes(size: float) -> str:
+    """Return a size in MB with two decimal places, or with two digits if it is small."""
+    return f"{size:,.2f}" if size >= 0.1 else f"{size:.2g}"
 
 
 def format_times(milliseconds: Sequence[float]) -> str:

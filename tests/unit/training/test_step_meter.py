@@ -121,6 +121,7 @@ def test_a_repeated_step_is_measured_once(network: nn.Sequential) -> None:
     held = []
     for samples in (4 * SAMPLES, SAMPLES):
         meter.before_step()
+        assert len(network._forward_pre_hooks) == 1
         held.append(network(torch.randn(samples, WIDTH)))
     held[1].sum().backward()
     meter.collect_values()
