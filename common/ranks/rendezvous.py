@@ -29,6 +29,7 @@ from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError, summarize_error
 from common.system.text import format_count
+from configs.launch_rules import uses_gpus
 from configs.shared import Launch
 
 PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
@@ -301,7 +302,7 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     gpus = 0 if settings.excludes_gpus else torch.cuda.device_count()
     if settings.device == "cuda":
         check_gpus(rank_info.local_size, gpus)
-    if settings.uses_gpus(rank_info.local_size, gpus) and gpus > rank_info.local_rank:
+    if uses_gpus(settings, rank_info.local_size, gpus) and gpus > rank_info.local_rank:
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

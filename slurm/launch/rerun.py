@@ -32,6 +32,7 @@ from common.data.prepare import PreparedDataset
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import UserError
+from configs.launch_rules import uses_gpus
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_experiment_and_cluster_settings
@@ -148,7 +149,7 @@ def list_differences(
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        uses_gpu = settings.launch.uses_gpus(settings.processes, provenance.count_visible_gpus())
+        uses_gpu = uses_gpus(settings.launch, settings.processes, provenance.count_visible_gpus())
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if uses_gpu else "cpu"
 
     checksums = (meta.get("data") or {}).get("sha256") or {}
