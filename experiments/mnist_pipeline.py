@@ -58,9 +58,7 @@ def main(cfg: Config, run: Run) -> None:
     for step in run.steps():
         optimizer.zero_grad()
         loss = pipe.step(step.x, step.y)  # forward and backward of all microbatches, ordered by the schedule
-        if cfg.regularization.clip:
-            norm = pipe.clip_gradients(cfg.regularization.clip)  # of the gradients of all stages
-            step.log_gradient_norm(norm)
+        step.clip_gradients(pipe.module.parameters(), cfg.regularization.clip)  # by the norm over all stages
         optimizer.step()
         step.log(loss=loss)
     run.report(report_idle_shares(cfg, run, pipe))

@@ -125,9 +125,7 @@ def main(cfg: Config, run: Run) -> None:
                 if loss is not None:
                     averaged.append(loss)
                 average_tensors(averaged, dp.group)
-            if cfg.regularization.clip:
-                norm = pipe.clip_gradients(cfg.regularization.clip)  # of the gradients of all stages
-                step.log_gradient_norm(norm)
+            step.clip_gradients(pipe.module.parameters(), cfg.regularization.clip)  # by the norm over all stages
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
     run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from common.measure import plots
-from common.techniques.pipeline import report, schedules
+from common.techniques.pipeline import schedules, timeline_chart
 from common.techniques.pipeline.schedules import Action, Span
 from tests.benchmarks import labels
 
@@ -28,7 +28,7 @@ def draw_plan(path: Path, name: str, stages: int = 2, microbatches: int = 4) -> 
         lanes[f"stage {stage}"] = [Span(span.action, span.start * FORWARD, span.end * FORWARD) for span in spans]
     bubble = schedules.compute_bubble(simulated)
     title = f"{NAMES[name]} as planned: {stages} stages, {microbatches} microbatches, bubble {100 * bubble:.0f} %"
-    report.draw_timeline(path, lanes, title, "time in forward passes of one microbatch")
+    timeline_chart.draw_timeline(path, lanes, title, "time in forward passes of one microbatch")
 
 
 def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> None:
@@ -38,7 +38,7 @@ def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> 
         action = Action(event["kind"], event["stage"], event["microbatch"])
         spans = lanes.setdefault(f"stage {event['stage']}", [])
         spans.append(Span(action, event["start"], event["end"]))
-    report.draw_timeline(path, lanes, title)
+    timeline_chart.draw_timeline(path, lanes, title)
 
 
 def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dict[str, tuple[float, float]]:

@@ -22,7 +22,7 @@ from common.runs import provenance
 from common.runs.folder import read_json
 from common.system.errors import UserError
 from common.system.seeds import derive_seed
-from common.techniques.pipeline import model_split, partition, report, schedules
+from common.techniques.pipeline import model_split, partition, report, schedules, timeline_chart
 from common.techniques.pipeline.schedules import Action, Span
 from common.techniques.pipeline.single_process import SingleProcessPipeline
 from configs.resnet_modelparallel import Config
@@ -374,7 +374,7 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
             start = microbatch + position / 4
             spans.append(Span(action, start, start + 0.2))
     plot = tmp_path / "timeline.png"
-    report.draw_timeline(plot, {"stage 0": spans, "stage 1": spans[:4]}, "title")
+    timeline_chart.draw_timeline(plot, {"stage 0": spans, "stage 1": spans[:4]}, "title")
     assert plot.stat().st_size > 5000
 
     empty_report = report.PipelineReport(0.0, [], [], drawing=(tmp_path / "none.png", ""))

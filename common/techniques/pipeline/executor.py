@@ -302,18 +302,3 @@ class PipelineEngine(ScheduleExecutor):
         """Return a microbatch's contribution to the mean loss of the batch."""
         loss = self.loss(output, target)
         return loss / self.microbatches if self.microbatches > 1 else loss
-
-    @torch.no_grad()
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all stages so that their common norm is at most `max_norm`.
-
-        Returns the norm before, a 0-d tensor. All ranks must call this method after `step`.
-        """
-        parameters = list(self.module.parameters())
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self.world.size > 1:
-            squared_norm = norm.square()
-            dist.all_reduce(squared_norm, group=self.world.group)
-            norm = squared_norm.sqrt()
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return norm

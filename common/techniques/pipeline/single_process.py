@@ -107,13 +107,6 @@ class SingleProcessPipeline:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients of all stages so that their common norm is at most `max_norm`.
-
-        Returns the norm before, a 0-d tensor.
-        """
-        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
-
     @torch.no_grad()
     def predict(self, x: Tensor | None, count: int) -> Tensor:
         """Return the model's output [count, ...] for x [count, ...], on the device of x."""

@@ -57,14 +57,17 @@ def predict_peak(schedule: str, rank: int) -> int:
     return peak // size
 
 
+def list_peaks(schedule: str) -> str:
+    """Return the numbers of microbatches of all ranks as text."""
+    peaks = [predict_peak(schedule, rank) for rank in range(4)]
+    return " ".join(map(str, peaks))
+
+
 def test_the_schedule_determines_the_microbatches_in_flight() -> None:
-    peaks = {}
-    for schedule in ("naive", "gpipe", "1f1b", "zero_bubble"):
-        peaks[schedule] = [predict_peak(schedule, rank) for rank in range(4)]
-    assert peaks["naive"] == [1, 1, 1, 1]
-    assert peaks["gpipe"] == [6, 6, 6, 6]
-    assert peaks["1f1b"] == [4, 3, 2, 1]
-    assert peaks["zero_bubble"] == [4, 4, 4, 4], "the last ranks postpone the gradients of weights"
+    assert list_peaks("naive") == "1 1 1 1"
+    assert list_peaks("gpipe") == "6 6 6 6"
+    assert list_peaks("1f1b") == "4 3 2 1"
+    assert list_peaks("zero_bubble") == "4 4 4 4", "the last ranks postpone the gradients of weights"
 
 
 def test_the_parts_of_a_model_need_the_memory_of_the_model() -> None:
