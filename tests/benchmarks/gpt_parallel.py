@@ -1,7 +1,7 @@
 """Steps of a GPT under each layout of two ranks, against one process and against torch's tensor parallelism.
 
-The memory and the messages of each layout are compared with their formulas. The default run is also timed from its
-start to its sample.
+The memory and the messages of each layout are compared with their formulas. Steps that recompute activations are
+compared with steps that keep them. The default run is also timed from its start to its sample.
 """
 
 from __future__ import annotations
@@ -220,6 +220,52 @@ def compare_with_formulas(samples: Samples, label: str, row_label: str, categori
     return Row(row_label, cells, limit, at_least=False)
 
 
+# ---- recomputation of activations
+
+DEEP_WIDTH = 128
+DEEP_LAYERS = 12
+DEEP_CONTEXT = 256
+DEEP_SIZES = (f"width={DEEP_WIDTH}", f"layers={DEEP_LAYERS}", f"data.context={DEEP_CONTEXT}", f"batch={BATCH}")
+KEEP_ALL = "recompute=none"
+RECOMPUTED = ("recompute=blocks", "recompute=selective")
+ACTIVATIONS = "activations_bytes"
+PEAK = "peak_activations_bytes"
+
+
+def recompute_sides(scratch: Path) -> list[Team | Task]:
+    settings = (*DEEP_SIZES, *SETTINGS, STEPS, ONE_THREAD, "replicas=1")
+    tasks: list[Team | Task] = [run_of(scratch, KEEP_ALL, NAME, *settings, KEEP_ALL, keep=(ACTIVATIONS,))]
+    for recompute in RECOMPUTED:
+        tasks.append(run_of(scratch, recompute, NAME, *settings, recompute, keep=(ACTIVATIONS, PEAK)))
+    return tasks
+
+
+def recompute_table(samples: Samples) -> Table:
+    blocks, selective = RECOMPUTED
+    rows = [
+        at_least(f"activations: none / {blocks}", samples.ratio(KEEP_ALL, blocks, name=ACTIVATIONS), 8),
+        at_most(f"time of a step: {blocks} / none", samples.ratio(blocks, KEEP_ALL), 1.5),
+        Row(f"activations: none / {selective}", [samples.ratio(KEEP_ALL, selective, name=ACTIVATIONS)]),
+        Row(f"time of a step: {selective} / none", [samples.ratio(selective, KEEP_ALL)]),
+    ]
+    kept = samples.list_counted(KEEP_ALL, ACTIVATIONS)
+    for recompute in RECOMPUTED:
+        peaks = samples.list_counted(recompute, PEAK)
+        ratios = [size / peak for size, peak in zip(kept, peaks, strict=True)]
+        rows.append(Row(f"activations at their peak: none / {recompute}", [summarize_values(ratios)]))
+    for side in (KEEP_ALL, *RECOMPUTED):
+        rows.append(Row(f"ms per step: {side}", [samples.number(side, factor=1e3)]))
+        rows.append(Row(f"MB of activations: {side}", [samples.number(side, ACTIVATIONS, factor=1e-6)]))
+    return make_value_table(rows)
+
+
+def check_equal_losses(scratch: Path, samples: Samples) -> None:
+    """Raise AssertionError if a recomputation has changed a loss."""
+    for recompute in RECOMPUTED:
+        for name in ("first_loss", "last_loss"):
+            assert samples.values[recompute][name] == samples.values[KEEP_ALL][name], (recompute, name)
+
+
 # ---- the default run
 
 
@@ -338,6 +384,19 @@ PARTS = [
         memory_sides,
         memory_table,
         facts=("parameters with gathered ones at their peak, gradients, AdamW's state, activations", "float32"),
+    ),
+    Part(
+        f"{NAME}/recompute",
+        f"a training step that recomputes activations: {' '.join(DEEP_SIZES)}",
+        recompute_sides,
+        recompute_table,
+        rounds=7,
+        check=check_equal_losses,
+        facts=(
+            "1 process with 1 thread",
+            "float32",
+            f"width {DEEP_WIDTH}, {DEEP_LAYERS} blocks, {BATCH} samples of {DEEP_CONTEXT} bytes",
+        ),
     ),
     Part(
         f"{NAME}/default",

@@ -79,7 +79,7 @@ def test_a_custom_network_without_blocks_is_refused_without_a_run_folder(
     file.write_text(NETWORK)
     data = ("data.name=digits", f"data.cache={cache}", f"model={file}:Net")
     settings = ENTRY_BY_NAME[name].smallest_settings
-    completed = run_experiment(name, *settings, *data, "recompute=blocks", runs=tmp_path / "runs", status=2)
+    completed = run_experiment(name, *settings, *data, "recompute=blocks", "steps=2", runs=tmp_path / "runs", status=2)
     assert completed.stderr.count("\n") == 1
     assert (
         "error: recompute=blocks: the network Net has no blocks; omit recompute, add an attribute" in completed.stderr

@@ -226,8 +226,10 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
 
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
+    sequence = "tensor=2,sequence=true"
+    recomputed = f"recompute=selective,{sequence}"
     layouts = [
-        *("tensor=2", "tensor=2,sequence=true", "context=2", "fsdp=2", "replicas=2,zero1=true"),
+        *("tensor=2", sequence, recomputed, "context=2", "fsdp=2", "replicas=2,zero1=true"),
         "stages=2,accumulate=2",
     ]
     outcomes = train_cases(GPT_PARALLEL, tmp_path, cache, 2, [f"{layout},{bf16}" for layout in layouts])
@@ -239,3 +241,4 @@ def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, c
     for case, outcome in outcomes.items():
         assert find_distance(outcome, single_process) <= 2 * distance_of_one, case
         assert outcome["differing_ranks"] == [], case
+    assert find_distance(outcomes[f"{recomputed},{bf16}"], outcomes[f"{sequence},{bf16}"]) == 0

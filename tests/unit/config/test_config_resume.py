@@ -77,6 +77,18 @@ def test_a_restarted_attempt_may_choose_again(run_with_choices: Path) -> None:
     assert settings.pipeline.split == []
 
 
+def test_a_resumed_run_may_recompute_other_activations(tmp_path: Path) -> None:
+    run = create_run(tmp_path, load_config(GptConfig, ["recompute=blocks"], {}))
+    resumed = load_config(GptConfig, ["--resume", str(run), "recompute=selective"], {})
+    assert resumed.memory.recompute == "selective"
+    assert config.find_changes(run, resumed) == {"recompute": ("blocks", "selective")}
+
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("recompute: blocks\n", ""))  # as in runs of older versions
+    resumed = load_config(GptConfig, ["--resume", str(run)], {})
+    assert resumed.memory.recompute == "none"
+
+
 def test_an_invalid_file_of_choices_is_refused(run_with_choices: Path) -> None:
     (run_with_choices / "resolved.yaml").write_text("a: [")
     with pytest.raises(UserError, match=r"resolved\.yaml: not valid YAML at line 2, column 1; correct the file"):
