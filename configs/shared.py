@@ -72,12 +72,6 @@ class Launch:
         """Whether these settings exclude the use of GPUs."""
         return self.device == "cpu" or self.backend == "builtin"
 
-    def uses_gpus(self, ranks: int, gpus: int) -> bool:
-        """Return whether any of the ranks of a host uses a GPU. `gpus` is the number of GPUs that the host has."""
-        if self.excludes_gpus:
-            return False
-        return gpus > 0 if self.mixed else gpus >= ranks
-
 
 @dataclass(frozen=True)
 class Log:

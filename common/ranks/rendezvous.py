@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from common.ranks import objects
 from common.ranks.backend_setup import import_backend_setup
+from common.ranks.gpu_use import uses_gpus
 from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError, summarize_error
@@ -301,7 +302,7 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     gpus = 0 if settings.excludes_gpus else torch.cuda.device_count()
     if settings.device == "cuda":
         check_gpus(rank_info.local_size, gpus)
-    if settings.uses_gpus(rank_info.local_size, gpus) and gpus > rank_info.local_rank:
+    if uses_gpus(settings, rank_info.local_size, gpus) and gpus > rank_info.local_rank:
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

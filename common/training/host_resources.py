@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.ranks.gpu_use import uses_gpus
 from common.runs import provenance
 from common.system import host_memory, process_limits
 from common.system.errors import UserError
@@ -18,7 +19,7 @@ def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
     The check is skipped for runs on GPUs.
     """
     cores = count_host_cores()
-    if ranks > cores and not cfg.launch.uses_gpus(ranks, provenance.count_visible_gpus()):
+    if ranks > cores and not uses_gpus(cfg.launch, ranks, provenance.count_visible_gpus()):
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
@@ -30,5 +31,6 @@ def check_resources(cfg: Experiment) -> None:
     limit = process_limits.get_open_file_limit()
     if limit < MIN_OPEN_FILES:
         raise UserError(f"ulimit -n is {limit}, but a run opens more files and connections; use ulimit -n 1024")
-    if not cfg.launch.uses_gpus(cfg.processes // cfg.launch.nodes, provenance.count_visible_gpus()):
+    ranks = cfg.processes // cfg.launch.nodes
+    if not uses_gpus(cfg.launch, ranks, provenance.count_visible_gpus()):
         host_memory.check_host_memory(cfg)
