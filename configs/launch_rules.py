@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs.batch_plan import list_divisors
-
-if TYPE_CHECKING:
-    from configs.shared import Launch
 
 BACKEND_SETUPS = {"builtin": "common.backend.setup"}
 """Module that sets up each communication backend that torch does not contain; see common/ranks/backend_setup."""
@@ -50,10 +47,3 @@ def check_backend(launch: Mapping[str, Any]) -> None:
         if value != default:
             setting = f"launch.{name}={str(value).replace('True', 'true')}"
             raise ValueError(f"{setting} requires launch.backend=builtin; add this setting or omit launch.{name}")
-
-
-def uses_gpus(launch: Launch, ranks: int, gpus: int) -> bool:
-    """Return whether any of the ranks of a host uses a GPU. `gpus` is the number of GPUs that the host has."""
-    if launch.excludes_gpus:
-        return False
-    return gpus > 0 if launch.mixed else gpus >= ranks

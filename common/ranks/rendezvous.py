@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from common.ranks import objects
 from common.ranks.backend_setup import import_backend_setup
+from common.ranks.gpu_use import uses_gpus
 from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError, summarize_error
 from common.system.text import format_count
-from configs.launch_rules import uses_gpus
 from configs.shared import Launch
 
 PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program

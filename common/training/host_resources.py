@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from common.ranks.gpu_use import uses_gpus
 from common.runs import provenance
 from common.system import host_memory, process_limits
 from common.system.errors import UserError
 from common.system.processes import count_host_cores
 from common.system.text import format_count
-from configs.launch_rules import uses_gpus
 from configs.shared import Experiment
 
 MIN_OPEN_FILES = 64  # a run of two ranks needs about half
@@ -31,5 +31,6 @@ def check_resources(cfg: Experiment) -> None:
     limit = process_limits.get_open_file_limit()
     if limit < MIN_OPEN_FILES:
         raise UserError(f"ulimit -n is {limit}, but a run opens more files and connections; use ulimit -n 1024")
-    if not uses_gpus(cfg.launch, cfg.processes // cfg.launch.nodes, provenance.count_visible_gpus()):
+    ranks = cfg.processes // cfg.launch.nodes
+    if not uses_gpus(cfg.launch, ranks, provenance.count_visible_gpus()):
         host_memory.check_host_memory(cfg)

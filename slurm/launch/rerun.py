@@ -29,10 +29,10 @@ from common.config import changed_settings, config, config_keys, custom_code, ya
 from common.config.command_line import parse_command_line
 from common.data import prepare
 from common.data.prepare import PreparedDataset
+from common.ranks.gpu_use import uses_gpus
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import UserError
-from configs.launch_rules import uses_gpus
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_experiment_and_cluster_settings
@@ -149,8 +149,8 @@ def list_differences(
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        uses_gpu = uses_gpus(settings.launch, settings.processes, provenance.count_visible_gpus())
-        yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if uses_gpu else "cpu"
+        is_on_gpu = uses_gpus(settings.launch, settings.processes, provenance.count_visible_gpus())
+        yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if is_on_gpu else "cpu"
 
     checksums = (meta.get("data") or {}).get("sha256") or {}
     for part, checksum in checksums.items():

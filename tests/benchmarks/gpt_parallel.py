@@ -364,6 +364,15 @@ def gpu_table(samples: Samples) -> Table:
     return Table(("precision", "ms per step", "tokens/s", "share of the rate of a matrix product, %"), rows)
 
 
+GPU_PART = Part(
+    f"{NAME}/gpu",
+    "a training step on one GPU",
+    lambda scratch: [Team(1, 1, make_gpu_sides, device="cuda")],
+    gpu_table,
+    drop=1,
+    facts=(f"width {GPU_WIDTH}, {GPU_LAYERS} blocks, {GPU_BATCH} samples of {GPU_CONTEXT:,} bytes",),
+    missing=no_gpu,
+)
 PARTS = [
     Part(
         f"{NAME}/step",
@@ -405,15 +414,7 @@ PARTS = [
         default_table,
         facts=("2 processes with 1 thread each",),
     ),
-    Part(
-        f"{NAME}/gpu",
-        "a training step on one GPU",
-        lambda scratch: [Team(1, 1, make_gpu_sides, device="cuda")],
-        gpu_table,
-        drop=1,
-        facts=(f"width {GPU_WIDTH}, {GPU_LAYERS} blocks, {GPU_BATCH} samples of {GPU_CONTEXT:,} bytes",),
-        missing=no_gpu,
-    ),
+    GPU_PART,
     strategies.make_part(NAME, ("float32", "the default model", "24 samples of 128 bytes")),
 ]
 FIGURES: dict[str, Figure] = strategies.make_figures(NAME)

@@ -426,6 +426,14 @@ def draw_pruning(path: Path, part: Mapping[str, Any]) -> None:
     plots.save_with_legend(axes, path)
 
 
+GPU_PART = Part(
+    f"{NAME}/gpu",
+    "2:4 on sparse tensor cores",
+    lambda scratch: [Team(1, 1, make_gpu_sides, device="cuda")],
+    gpu_table,
+    drop=1,
+    missing=no_gpu,
+)
 PARTS = [
     Part(
         f"{NAME}/criteria",
@@ -479,13 +487,6 @@ PARTS = [
         facts=("2 threads",),
         missing=no_torchao,
     ),
-    Part(
-        f"{NAME}/gpu",
-        "2:4 on sparse tensor cores",
-        lambda scratch: [Team(1, 1, make_gpu_sides, device="cuda")],
-        gpu_table,
-        drop=1,
-        missing=no_gpu,
-    ),
+    GPU_PART,
 ]
 FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/criteria", draw_pruning)}

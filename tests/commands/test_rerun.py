@@ -158,7 +158,10 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
         assert (f"20 steps in the old run, {steps} in the new run" in capsys.readouterr().out) is not equal
 
 
-def test_one_flipped_byte_of_the_prepared_data_is_named(cache: Path, tmp_path: Path) -> None:
+def test_one_flipped_byte_of_the_prepared_data_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provenance, "count_visible_gpus", lambda: 1)  # too few for two ranks, which use CPUs again
     shutil.copytree(cache, tmp_path / "data")
     settings = ("data.name=digits", f"data.cache={tmp_path / 'data'}", *QUICK)
     old = run_experiment("mnist_pipeline", *settings, runs=tmp_path / "runs").folder.path

@@ -8,13 +8,13 @@ import pytest
 
 from tests.harness.commands.processes import Settings
 from tests.harness.gpu.gpu_runs import DEVICE
-from tests.harness.gpu.visible_gpus import make_gpu_variables
+from tests.harness.gpu.visible_gpus import get_hidden_gpus
 
 
 @pytest.fixture(autouse=True)
 def visible_gpu() -> None:
     """Skip the test if no GPU is visible."""
-    if DEVICE == "cuda" and not make_gpu_variables()["CUDA_VISIBLE_DEVICES"]:
+    if DEVICE == "cuda" and not get_hidden_gpus():
         pytest.skip("no NVIDIA GPU is visible")
 
 

@@ -22,7 +22,6 @@ from tests.harness.commands.processes import (
     execute_verb,
     get_only_run,
     make_run_command,
-    run_experiment,
     wait_until,
 )
 from tests.harness.experiments.registry import REPLICATED_ENTRY, STAGED_ENTRY, Entry
@@ -36,8 +35,8 @@ from tests.harness.gpu.gpu_runs import (
     make_gpu_environment,
     resume_on_gpu,
     train_on_gpu,
+    train_without_sharing,
 )
-from tests.harness.gpu.visible_gpus import make_gpu_variables
 from tests.harness.runs.long_runs import ENDLESS_SETTINGS, find_free_port, has_metrics, list_rank_pids
 
 ON_GPU = f"launch.device={DEVICE}"
@@ -48,25 +47,34 @@ ONE_GPU = (ON_GPU, "processes_per_node=1", "model=mlp")
 def test_a_process_per_host_equals_forked_ranks(entry: Entry, exact: Settings, tmp_path: Path) -> None:
     """Two launched processes, each the only rank of its host, as torchrun starts them on two machines."""
     forked = train_on_gpu(entry.name, *exact, *entry.make_rank_settings(2), runs=tmp_path / "forked")
-    settings = [setting for setting in entry.make_rank_settings(2) if not setting.startswith("processes_per_node")]
-    argv = make_run_command(entry.name, *exact, *settings, ON_GPU, runs=tmp_path / "launched")
-    port = str(find_free_port())
-    commands = []
-    for rank in range(2):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NCCL_HOSTID": f"rank-{rank}"}
-        commands.append(Command(argv, env=make_gpu_environment(**variables), new_session=True))
+    settings = list(entry.make_rank_settings(2))
+    if "processes_per_node=2" in settings:
+        settings.remove("processes_per_node=2")
+    runs = tmp_path / "launched"
+    argv = make_run_command(entry.name, *exact, *settings, ON_GPU, runs=runs)
+    port = find_free_port()
+    commands = [start_rank(argv, rank, port) for rank in range(2)]
     try:
         for command in commands:
             command.wait(WAIT_TIMEOUT)
     finally:
         for command in commands:
             kill_session(command.pid)
-    assert [command.returncode for command in commands] == [0, 0], [command.stderr[-3000:] for command in commands]
-    launched = FinishedRun(0, commands[0].stdout, commands[0].stderr, tmp_path / "launched")
-    check_world(launched.folder, "nccl" if DEVICE == "cuda" else "gloo")
+    for command in commands:
+        assert command.returncode == 0, command.stderr
+    launched = FinishedRun(0, commands[0].stdout, commands[0].stderr, runs)
+    check_world(launched.folder)
     check_logs(launched.folder)
     assert compare_losses(launched, forked) < FLOAT64_TOLERANCE
+
+
+def start_rank(argv: list[str], rank: int, port: int) -> Command:
+    """Start one of two ranks, which is the only one of its host."""
+    variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    variables["NCCL_HOSTID"] = f"rank-{rank}"
+    environment = make_gpu_environment(**variables)
+    return Command(argv, env=environment, new_session=True)
 
 
 def test_torchrun_starts_a_rank_on_the_gpu(small: Settings, tmp_path: Path) -> None:
@@ -74,12 +82,13 @@ def test_torchrun_starts_a_rank_on_the_gpu(small: Settings, tmp_path: Path) -> N
     launcher += ["--master-addr=127.0.0.1", f"--master-port={find_free_port()}"]
     script = make_run_command("ddp_multinode", *small, "model=mlp", ON_GPU, runs=tmp_path)[1:]
     argv = [*launcher, *script]
-    execution.execute_command(argv, env=make_gpu_environment(), timeout=WAIT_TIMEOUT, real_process=True, status=0)
-    check_world(get_only_run(tmp_path), "nccl" if DEVICE == "cuda" else "gloo")
+    environment = make_gpu_environment()
+    execution.execute_command(argv, env=environment, timeout=WAIT_TIMEOUT, real_process=True, status=0)
+    check_world(get_only_run(tmp_path))
 
 
 def test_a_finished_run_is_evaluated_exported_and_repeated(small: Settings, tmp_path: Path) -> None:
-    run = run_experiment("ddp_multinode", *small, *ONE_GPU, runs=tmp_path / "runs", **make_gpu_variables())
+    run = train_without_sharing("ddp_multinode", *small, *ONE_GPU, runs=tmp_path / "runs")
     check_logs(run.folder)
     path = str(run.folder.path)
     execute_verb_on_gpu("evaluate", "--", path)
@@ -105,7 +114,7 @@ def test_too_few_gpus_are_reported(small: Settings, tmp_path: Path) -> None:
     if DEVICE == "cpu":
         pytest.skip("a run on CPUs needs no GPUs")
     settings = (*small, "launch.device=cuda", "processes_per_node=16", "batch=32")
-    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, status=EXIT_REFUSED, **make_gpu_variables())
+    run = train_without_sharing("ddp_multinode", *settings, runs=tmp_path, status=EXIT_REFUSED)
     assert "for 16 ranks; use fewer ranks or launch.device=auto" in run.stderr
 
 
@@ -113,7 +122,9 @@ def test_too_few_gpus_are_reported(small: Settings, tmp_path: Path) -> None:
 def start_endless_run(entry: Entry, small: Settings, runs: Path, *settings: str) -> Iterator[Command]:
     """Start two ranks on a GPU that train without end, and wait for the first row of metrics. Kill them at the end."""
     settings = (*small, *entry.make_rank_settings(2), *ENDLESS_SETTINGS, *settings)
-    command = Command(make_gpu_command(entry.name, *settings, runs=runs), env=make_gpu_environment(), new_session=True)
+    argv = make_gpu_command(entry.name, *settings, runs=runs)
+    environment = make_gpu_environment()
+    command = Command(argv, env=environment, new_session=True)
     try:
         wait_until(lambda: has_metrics(runs) or command.poll() is not None, "the run trains")
         assert command.poll() is None, command.stdout + command.stderr
@@ -131,7 +142,8 @@ def test_a_stop_request_saves_the_last_step(entry: Entry, small: Settings, tmp_p
     assert command.returncode == EXIT_RESUMABLE, out + err
     folder = get_only_run(tmp_path)
     (checkpoint,) = storage.list_resumable_checkpoints(folder)
-    assert checkpoint.step == max(row["global_step"] for row in folder.read_metrics()), "a step was lost"
+    steps = [row["global_step"] for row in folder.read_metrics()]
+    assert checkpoint.step == max(steps), "a step was lost"
     output = resume_on_gpu(entry, folder, f"steps={checkpoint.step + 4}")
     assert f"resumed from step {checkpoint.step}" in output
 

@@ -8,8 +8,14 @@ import pytest
 
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.environment.shared_results import run_experiment_once
-from tests.harness.gpu.gpu_runs import DEVICE, FLOAT64_TOLERANCE, check_logs, compare_losses, train_on_gpu
-from tests.harness.gpu.visible_gpus import make_gpu_variables
+from tests.harness.gpu.gpu_runs import (
+    DEVICE,
+    FLOAT64_TOLERANCE,
+    check_logs,
+    compare_losses,
+    train_on_gpu,
+    train_without_sharing,
+)
 
 TWO_RANKS = ("processes_per_node=2",)
 EXACT_CASES = (
@@ -45,9 +51,10 @@ def test_two_ranks_with_nccl_equal_one_rank(
     case: Settings, exact: Settings, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kept = ("clip=", "optim.", "dropout=")
-    settings = (*exact, "model=mlp", *(setting for setting in case if setting.startswith(kept)))
-    reference = train_reference(settings, tmp_path_factory)
-    run = train_on_gpu("ddp_multinode", *exact, "model=mlp", *TWO_RANKS, *case, runs=tmp_path)
+    settings = (*exact, "model=mlp")
+    shared_settings = [setting for setting in case if setting.startswith(kept)]
+    reference = train_reference((*settings, *shared_settings), tmp_path_factory)
+    run = train_on_gpu("ddp_multinode", *settings, *TWO_RANKS, *case, runs=tmp_path)
     assert compare_losses(run, reference) < FLOAT64_TOLERANCE
 
 
@@ -87,7 +94,7 @@ def test_a_gpu_and_a_cpu_equal_one_rank(
     clip = tuple(setting for setting in case if setting.startswith("clip="))
     reference = train_reference((*exact, "model=mlp", *clip), tmp_path_factory)
     settings = (*exact, "model=mlp", *TWO_RANKS, "launch.mixed=true", *case)
-    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, timeout=150, **make_gpu_variables())
+    run = train_without_sharing("ddp_multinode", *settings, runs=tmp_path)
     assert compare_losses(run, reference) < FLOAT64_TOLERANCE
     if DEVICE == "cuda":
         gpu, cpu = run.result["rank_devices"]
@@ -97,7 +104,7 @@ def test_a_gpu_and_a_cpu_equal_one_rank(
 
 def test_mixed_precision_on_a_gpu_and_a_cpu(small: Settings, tmp_path: Path) -> None:
     settings = (*small, *TWO_RANKS, "launch.mixed=true", "precision=bf16", "accumulate=2")
-    run = run_experiment("amp_accum", *settings, runs=tmp_path, timeout=150, **make_gpu_variables())
+    run = train_without_sharing("amp_accum", *settings, runs=tmp_path)
     assert run.losses[-1] < run.losses[0]
     check_logs(run.folder)
 
@@ -107,7 +114,7 @@ def test_synchronized_batchnorm_on_a_gpu_and_a_cpu(
 ) -> None:
     reference = train_reference((*exact, *SMALL_RESNET), tmp_path_factory)
     settings = (*exact, *SMALL_RESNET, *TWO_RANKS, "launch.mixed=true", "sync_batchnorm=true", "shards=[3,1]")
-    run = run_experiment("ddp_multinode", *settings, runs=tmp_path, timeout=150, **make_gpu_variables())
+    run = train_without_sharing("ddp_multinode", *settings, runs=tmp_path)
     assert compare_losses(run, reference) < FLOAT64_TOLERANCE
 
 

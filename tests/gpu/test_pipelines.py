@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 
 from common.system.exit_status import EXIT_REFUSED
-from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
+from tests.harness.commands.processes import FinishedRun, Settings
 from tests.harness.environment.shared_results import run_experiment_once
-from tests.harness.gpu.gpu_runs import DEVICE, FIRST_GPU, FLOAT64_TOLERANCE, check_logs, compare_losses, train_on_gpu
-from tests.harness.gpu.visible_gpus import make_gpu_variables
+from tests.harness.gpu.gpu_runs import (
+    DEVICE,
+    FIRST_GPU,
+    FLOAT64_TOLERANCE,
+    check_logs,
+    compare_losses,
+    train_on_gpu,
+    train_without_sharing,
+)
 
 NETWORK = ("depth=3", "microbatches=4", "clip=1")
-TWO_STAGES = ("stages=2",)
-TWO_STAGES_PER_RANK = ("stages=4", "stages_per_process=2")
-CASES = [("naive", TWO_STAGES), ("gpipe", TWO_STAGES), ("1f1b", TWO_STAGES), ("zero_bubble", TWO_STAGES)]
+TWO_STAGES: Settings = ("stages=2",)
+TWO_STAGES_PER_RANK: Settings = ("stages=4", "stages_per_process=2")
+CASES = [(schedule, TWO_STAGES) for schedule in ("naive", "gpipe", "1f1b", "zero_bubble")]
 CASES += [(schedule, TWO_STAGES_PER_RANK) for schedule in ("gpipe", "interleaved_1f1b", "zbv", "dualpipev")]
 RESNET = ("width=8", "batch=16", "split_size=8", "stages=2", "plot=false")
 
@@ -41,27 +48,26 @@ def test_a_schedule_with_nccl_equals_the_unsplit_model(
 @pytest.mark.parametrize("mode", ["naive", "pipelined"])
 def test_stages_of_one_process_equal_ranks(mode: str, exact: Settings, tmp_path: Path) -> None:
     settings = (*exact, *RESNET, f"mode={mode}")
-    in_one_process = train_on_gpu(
-        "resnet_modelparallel", *settings, f"devices=[{FIRST_GPU},{FIRST_GPU}]", runs=tmp_path / "one"
-    )
+    devices = f"devices=[{FIRST_GPU},{FIRST_GPU}]"
+    in_one_process = train_on_gpu("resnet_modelparallel", *settings, devices, runs=tmp_path / "one")
     ranks = train_on_gpu("resnet_modelparallel", *settings, runs=tmp_path / "ranks")
     assert compare_losses(ranks, in_one_process) < FLOAT64_TOLERANCE
     assert in_one_process.result["training_bytes"] > 0
 
 
 def test_visible_gpus_are_used_from_one_process(small: Settings, tmp_path: Path) -> None:
-    run = run_experiment(
-        "resnet_modelparallel", *small, *RESNET, runs=tmp_path, real_process=True, **make_gpu_variables()
-    )
+    run = train_without_sharing("resnet_modelparallel", *small, *RESNET, runs=tmp_path)
     if DEVICE == "cuda":
-        assert "cuda:0 in one process" in " ".join(run.stdout.split())
+        output = " ".join(run.stdout.split())
+        assert "cuda:0 in one process" in output
     check_logs(run.folder)
 
 
 def test_replicas_of_a_pipeline_equal_one_pipeline(exact: Settings, tmp_path: Path) -> None:
-    settings = (*exact, "model=toy", "data.name=vectors", "data.samples=320", "stages=2", "plot=false", "batch=16")
-    reference = train_on_gpu("resnet_modelparallel", *settings, "split_size=4", runs=tmp_path / "one")
-    run = train_on_gpu("resnet_modelparallel", *settings, "split_size=4", "replicas=2", runs=tmp_path / "two")
+    settings = (*exact, "model=toy", "data.name=vectors", "data.samples=320", *TWO_STAGES)
+    settings = (*settings, "plot=false", "batch=16", "split_size=4")
+    reference = train_on_gpu("resnet_modelparallel", *settings, runs=tmp_path / "one")
+    run = train_on_gpu("resnet_modelparallel", *settings, "replicas=2", runs=tmp_path / "two")
     assert compare_losses(run, reference) < FLOAT64_TOLERANCE
 
 

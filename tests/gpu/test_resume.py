@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from common.config import config
 from tests.harness.commands.processes import Settings
 from tests.harness.experiments.registry import Entry
 from tests.harness.gpu.gpu_runs import (
@@ -33,11 +36,23 @@ def test_a_resumed_run_equals_an_uninterrupted_run(
     if DEVICE == "cuda" and "context=2" in variant:
         pytest.skip("context parallelism runs on CPUs only")
     settings = [setting.replace("cpu,cpu", f"{FIRST_GPU},{FIRST_GPU}") for setting in variant]
+    tolerance = 0.0
+    if {"precision=bf16", "precision=fp16"} & set(settings):
+        settings.append("model=mlp")
+    elif has_convolutions(entry, [*small, *settings]):  # cuDNN adds their gradients in a varying order
+        settings.append("dtype=float64")
+        tolerance = FLOAT64_TOLERANCE
     steps = ("steps=10", "checkpoint.every_steps=3")
     complete = train_on_gpu(entry.name, *small, *settings, *steps, runs=tmp_path / "complete").folder
     folder = copy_as_interrupted(complete, INTERRUPTED_AFTER, tmp_path)
     assert f"resumed from step {INTERRUPTED_AFTER}" in resume_on_gpu(entry, folder)
-    assert compare_runs(folder, complete) == 0
+    assert compare_runs(folder, complete) <= tolerance
+
+
+def has_convolutions(entry: Entry, settings: Sequence[str]) -> bool:
+    """Return whether the network of a run has convolutions."""
+    cfg: Any = config.load_config(config.import_schema(entry.name), list(settings), {})
+    return cfg.model not in ("mlp", "lenet300", "gpt")
 
 
 @pytest.mark.parametrize("entry", GPU_TRAINING_ENTRIES, ids=lambda entry: entry.name)

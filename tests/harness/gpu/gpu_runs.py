@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from common.config import config, config_keys
 from common.runs.folder import RunFolder, read_json
 from tests.harness.commands import execution
-from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command
+from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command, run_experiment
 from tests.harness.experiments.registry import ENTRIES, Entry
-from tests.harness.gpu.visible_gpus import make_gpu_variables
+from tests.harness.gpu.visible_gpus import get_hidden_gpus
 from tests.harness.runs.resuming import load_final_state, read_compared_rows
 
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 """Device of the ranks. GPU_TESTS_DEVICE=cpu checks the tests themselves on a machine without a GPU."""
 FIRST_GPU = "cpu" if DEVICE == "cpu" else "cuda:0"
+BACKEND = "gloo" if DEVICE == "cpu" else "nccl"
 SHARED_GPU = ("-m", "tests.harness.gpu.shared_gpu")
 FLOAT64_TOLERANCE = 1e-9
 """Largest relative difference of losses in float64, which is caused by a different order of sums."""
@@ -41,15 +42,12 @@ GPU_TRAINING_ENTRIES = [entry for entry in GPU_ENTRIES if entry.trains_model]
 
 def make_gpu_command(name: str, *settings: str, runs: Path) -> list[str]:
     """Return the command line of a run whose ranks share the GPUs."""
-    python, *script = make_run_command(name, f"launch.device={DEVICE}", *settings, runs=runs)
-    if "devices" in config_keys.list_keys(config.import_schema(name)) and not has_setting(settings, "devices"):
-        script.append("devices=[]")  # one rank per stage, as on a machine without a GPU
+    defaults = [f"launch.device={DEVICE}"]
+    schema = config.import_schema(name)
+    if "devices" in config_keys.list_keys(schema):
+        defaults.append("devices=[]")  # one rank per stage, as on a machine without a GPU
+    python, *script = make_run_command(name, *defaults, *settings, runs=runs)
     return [python, *SHARED_GPU, *script]
-
-
-def has_setting(settings: Iterable[str], name: str) -> bool:
-    """Return whether settings contain a value of `name`."""
-    return any(setting.partition("=")[0] == name for setting in settings)
 
 
 def train_on_gpu(name: str, *settings: str, runs: Path, status: int | None = 0, **env: str) -> FinishedRun:
@@ -59,44 +57,54 @@ def train_on_gpu(name: str, *settings: str, runs: Path, status: int | None = 0, 
     process = execution.execute_command(argv, env=environment, timeout=RUN_SECONDS, status=status)
     run = FinishedRun(process.returncode, process.stdout, process.stderr, runs)
     if status == 0:
-        check_world(run.folder, "nccl" if DEVICE == "cuda" else "gloo")
+        check_world(run.folder)
         check_logs(run.folder)
     return run
 
 
+def train_without_sharing(name: str, *settings: str, runs: Path, status: int | None = 0) -> FinishedRun:
+    """Train an experiment as a user does: each rank on a GPU needs one of its own."""
+    gpus = get_hidden_gpus()
+    return run_experiment(name, *settings, runs=runs, timeout=RUN_SECONDS, status=status, CUDA_VISIBLE_DEVICES=gpus)
+
+
 def make_gpu_environment(**env: str) -> dict[str, str]:
     """Return the environment of a command that sees the GPUs of this machine."""
-    return make_environment(**make_gpu_variables(), **env)
+    return make_environment(CUDA_VISIBLE_DEVICES=get_hidden_gpus(), **env)
 
 
-def check_world(folder: RunFolder, backend: str) -> None:
-    """Check that the ranks of the newest attempt used the tested device and this backend."""
-    world = read_json(folder.list_attempts()[-1].attempt_folder / "world.json")
-    assert world["backend"] == backend
-    assert (world["device"] == "cpu") == (DEVICE == "cpu"), world
+def check_world(folder: RunFolder) -> None:
+    """Check that the ranks of the newest attempt used the tested device and its backend."""
+    newest = folder.list_attempts()[-1]
+    world = read_json(newest.attempt_folder / "world.json")
+    assert world["backend"] == BACKEND
+    is_cpu = world["device"] == "cpu"
+    assert is_cpu == (DEVICE == "cpu"), world
 
 
 def check_logs(folder: RunFolder) -> None:
     """Check that no rank has logged an error or a warning of NCCL."""
-    suspicious = []
     for attempt in folder.list_attempts():
-        for file in sorted(attempt.log_file(0).parent.glob("*")):
-            suspicious += [line for line in file.read_text().splitlines() if SUSPICIOUS_LINE.search(line)]
-    assert not suspicious, "\n".join(suspicious[:20])
+        logs = attempt.log_file(0).parent
+        for file in sorted(logs.iterdir()):
+            text = file.read_text()
+            assert not SUSPICIOUS_LINE.search(text), text
 
 
 def resume_on_gpu(entry: Entry, folder: RunFolder, *arguments: str) -> str:
     """Resume a run with ranks that share the GPUs, and return its output."""
-    script = str(Path("experiments") / f"{entry.name}.py")
+    script = f"experiments/{entry.name}.py"
     argv = [sys.executable, *SHARED_GPU, script, "--resume", str(folder.path), *arguments]
-    process = execution.execute_command(argv, env=make_gpu_environment(), timeout=RUN_SECONDS, status=0)
+    environment = make_gpu_environment()
+    process = execution.execute_command(argv, env=environment, timeout=RUN_SECONDS, status=0)
     check_logs(folder)
     return process.stdout
 
 
 def compute_relative_difference(value: float, expected: float) -> float:
     """Return the difference of two numbers, divided by the larger of 1 and the expected magnitude."""
-    return abs(value - expected) / max(1.0, abs(expected))
+    scale = max(1.0, abs(expected))
+    return abs(value - expected) / scale
 
 
 def compare_losses(run: FinishedRun, reference: FinishedRun) -> float:
@@ -120,11 +128,18 @@ def compare_runs(folder: RunFolder, reference: RunFolder) -> float:
     expected_state = load_final_state(reference)
     assert state.keys() == expected_state.keys()
     for name, tensor in state.items():
-        expected = expected_state[name].double().cpu()
-        scale = expected.abs().max().clamp(min=1.0) if expected.numel() else torch.ones(())
-        difference = (tensor.double().cpu() - expected).abs().max() / scale if expected.numel() else torch.zeros(())
-        largest = max(largest, float(difference))
+        difference = compare_tensors(tensor.double(), expected_state[name].double())
+        largest = max(largest, difference)
     return largest
+
+
+def compare_tensors(tensor: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two tensors, divided by the larger of 1 and the largest expected magnitude."""
+    if not expected.numel():
+        return 0.0
+    scale = expected.abs().max().clamp(min=1.0)
+    difference = (tensor - expected).abs().max()
+    return float(difference / scale)
 
 
 def compare_numbers(row: Sequence[Any], expected_row: Sequence[Any]) -> float:

@@ -21,6 +21,6 @@ def hide_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
-def make_gpu_variables() -> dict[str, str]:
-    """Return the environment variable with which a command sees the hidden GPUs."""
-    return {"CUDA_VISIBLE_DEVICES": os.environ.get(HIDDEN_GPUS_VARIABLE, "")}
+def get_hidden_gpus() -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES with which a command sees the hidden GPUs; empty without GPUs."""
+    return os.environ.get(HIDDEN_GPUS_VARIABLE, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -35,11 +37,13 @@ def test_rank_1_gets_a_gpu_if_there_are_enough(
     current_devices: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", current_devices.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     rank_info = RankInfo(rank=1, size=ranks, local_rank=1, local_size=ranks)
     device, backend = choose_device_and_backend(rank_info, settings)
     assert isinstance(device, torch.device)
     assert (str(device), backend) == expected
     assert current_devices == ([1] if device.type == "cuda" else [])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ("0,1,2,3" if device.type == "cuda" else ""), "hidden from CPU ranks"
 
 
 @pytest.mark.parametrize(("gpus", "message"), [(0, "no GPU is visible"), (1, "this host has 1 GPU for 2 ranks;")])
