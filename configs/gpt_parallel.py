@@ -56,7 +56,7 @@ REFUSED = (
         Refusal(
             "fsdp>1", f"schedule={schedule}",
             "schedule={schedule} cannot be combined with fsdp, because it splits backward passes",
-            "use schedule=interleaved_1f1b or 1f1b, or tensor instead of fsdp",
+            "use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp",
         )
         for schedule in SPLIT_BACKWARD_SCHEDULES
     ),
@@ -65,7 +65,7 @@ REFUSED = (
             "recompute!=none", f"schedule={schedule}",
             "recompute={recompute} cannot be combined with schedule={schedule}, which splits each backward pass: both "
             "parts would recompute the blocks",
-            "use schedule=interleaved_1f1b or 1f1b, or omit recompute",
+            "use schedule=1f1b or interleaved_1f1b, or omit recompute",
         )
         for schedule in SPLIT_BACKWARD_SCHEDULES
     ),

@@ -28,65 +28,66 @@ FEW = "steps=8"
 FOUR = "layers=4,accumulate=4"
 """Four blocks for up to four stages. Of the six steps of an epoch, the last has one microbatch instead of four."""
 CASES = {
-    2: (
-        "tensor=2",
-        f"tensor=2,sequence=true,{BUILTIN}",
-        f"tensor=2,sequence=true,{GROUPED}",
-        "fsdp=2,accumulate=2",
-        f"fsdp=2,reshard=false,{BUILTIN}",
-        f"replicas=2,accumulate=2,{BUILTIN}",
-        "context=2,accumulate=2",
-        f"context=2,{BUILTIN}",
-        f"replicas=2,accumulate=2,zero1=true,{BUILTIN}",
-        "context=2,zero1=true",
-        "recompute=blocks,tensor=2,sequence=true,accumulate=2",
-        f"recompute=selective,tensor=2,{GROUPED}",
-        f"recompute=selective,fsdp=2,accumulate=2,{BUILTIN}",
-        "recompute=blocks,replicas=2,accumulate=2",
-    ),
-    3: (
-        "fsdp=3,batch=9",
-        f"fsdp=3,batch=9,reshard=false,{BUILTIN}",
-        f"fsdp=3,batch=9,{GROUPED}",
-        "replicas=3,batch=9,zero1=true",
-    ),
-    4: (
-        "tensor=4,sequence=true",
-        f"tensor=4,{BUILTIN}",
-        "fsdp=4",
-        "replicas=4",
-        f"tensor=2,fsdp=2,sequence=true,{BUILTIN}",
-        "tensor=2,fsdp=2,accumulate=2",
-        f"tensor=2,fsdp=2,{GROUPED}",
-        "tensor=2,replicas=2,sequence=true",
-        f"tensor=2,replicas=2,{BUILTIN}",
-        f"fsdp=2,replicas=2,{BUILTIN}",
-        "fsdp=2,replicas=2,reshard=false",
-        "context=4",
-        "context=2,tensor=2",
-        f"context=2,tensor=2,sequence=true,{GROUPED}",
-        "context=2,fsdp=2,reshard=false",
-        f"context=2,fsdp=2,{BUILTIN}",
-        f"context=2,replicas=2,{BUILTIN}",
-        f"replicas=4,zero1=true,{GROUPED}",
-        "tensor=2,replicas=2,zero1=true,sequence=true",
-        "context=2,tensor=2,zero1=true,accumulate=2",
-        f"context=2,replicas=2,zero1=true,{BUILTIN}",
-        f"fsdp=2,replicas=2,zero1=true,{BUILTIN}",
-        "fsdp=2,replicas=2,zero1=true,reshard=false",
-        f"recompute=selective,context=2,tensor=2,sequence=true,{GROUPED}",
-        f"recompute=blocks,context=2,fsdp=2,{BUILTIN}",
-        "recompute=selective,fsdp=2,replicas=2,reshard=false",
-    ),
-    8: (
-        "tensor=2,fsdp=2,replicas=2,sequence=true",
-        "context=2,tensor=2,fsdp=2,sequence=true",
-        "context=2,fsdp=2,replicas=2",
-        "context=2,tensor=2,replicas=2,zero1=true",
-        "context=2,fsdp=2,replicas=2,zero1=true",
-        "recompute=blocks,context=2,tensor=2,fsdp=2",
-    ),
+    2: """
+        tensor=2
+        tensor=2,sequence=true,launch.backend=builtin
+        tensor=2,sequence=true,key_value_heads=2,tied=false,activation=gelu
+        fsdp=2,accumulate=2
+        fsdp=2,reshard=false,launch.backend=builtin
+        replicas=2,accumulate=2,launch.backend=builtin
+        context=2,accumulate=2
+        context=2,launch.backend=builtin
+        replicas=2,accumulate=2,zero1=true,launch.backend=builtin
+        context=2,zero1=true
+        recompute=blocks,tensor=2,sequence=true,accumulate=2
+        recompute=selective,tensor=2,key_value_heads=2,tied=false,activation=gelu
+        recompute=selective,fsdp=2,accumulate=2,launch.backend=builtin
+        recompute=blocks,replicas=2,accumulate=2
+    """,
+    3: """
+        fsdp=3,batch=9
+        fsdp=3,batch=9,reshard=false,launch.backend=builtin
+        fsdp=3,batch=9,key_value_heads=2,tied=false,activation=gelu
+        replicas=3,batch=9,zero1=true
+    """,
+    4: """
+        tensor=4,sequence=true
+        tensor=4,launch.backend=builtin
+        fsdp=4
+        replicas=4
+        tensor=2,fsdp=2,sequence=true,launch.backend=builtin
+        tensor=2,fsdp=2,accumulate=2
+        tensor=2,fsdp=2,key_value_heads=2,tied=false,activation=gelu
+        tensor=2,replicas=2,sequence=true
+        tensor=2,replicas=2,launch.backend=builtin
+        fsdp=2,replicas=2,launch.backend=builtin
+        fsdp=2,replicas=2,reshard=false
+        context=4
+        context=2,tensor=2
+        context=2,tensor=2,sequence=true,key_value_heads=2,tied=false,activation=gelu
+        context=2,fsdp=2,reshard=false
+        context=2,fsdp=2,launch.backend=builtin
+        context=2,replicas=2,launch.backend=builtin
+        replicas=4,zero1=true,key_value_heads=2,tied=false,activation=gelu
+        tensor=2,replicas=2,zero1=true,sequence=true
+        context=2,tensor=2,zero1=true,accumulate=2
+        context=2,replicas=2,zero1=true,launch.backend=builtin
+        fsdp=2,replicas=2,zero1=true,launch.backend=builtin
+        fsdp=2,replicas=2,zero1=true,reshard=false
+        recompute=selective,context=2,tensor=2,sequence=true,key_value_heads=2,tied=false,activation=gelu
+        recompute=blocks,context=2,fsdp=2,launch.backend=builtin
+        recompute=selective,fsdp=2,replicas=2,reshard=false
+    """,
+    8: """
+        tensor=2,fsdp=2,replicas=2,sequence=true
+        context=2,tensor=2,fsdp=2,sequence=true
+        context=2,fsdp=2,replicas=2
+        context=2,tensor=2,replicas=2,zero1=true
+        context=2,fsdp=2,replicas=2,zero1=true
+        recompute=blocks,context=2,tensor=2,fsdp=2
+    """,
 }
+"""Cases by number of ranks, one in each line. 3 ranks divide no dimension but `hidden` evenly."""
 STAGE_CASES = {
     2: """
         stages=2
@@ -133,7 +134,7 @@ STAGE_CASES = {
 """Cases of four blocks and four microbatches, one in each line."""
 DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
 DRAWN_STAGE_CASES = {2: 2, 3: 1, 4: 2, 8: 1}
-"""Number of cases that a test run draws for each number of ranks. 3 ranks divide no dimension but `hidden` evenly."""
+"""Number of cases that a test run draws for each number of ranks."""
 SAVED = f"checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
 UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
@@ -186,7 +187,7 @@ def get_reference_case(case: str) -> str:
 
 @pytest.mark.parametrize("ranks", CASES)
 def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> None:
-    cases = draw_cases(f"gpt-layouts-{ranks}", CASES[ranks], DRAWN_CASES[ranks])
+    cases = draw_cases(f"gpt-layouts-{ranks}", CASES[ranks].split(), DRAWN_CASES[ranks])
     for case in draw_cases(f"gpt-stages-{ranks}", STAGE_CASES[ranks].split(), DRAWN_STAGE_CASES[ranks]):
         cases.append(f"{case},{FOUR},{FEW}")
     cases += FIXED_CASES.get(ranks, ())

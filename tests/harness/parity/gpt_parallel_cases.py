@@ -429,14 +429,19 @@ def ignore_tensor_shards(original: Any, gradients: Any) -> Tensor:
     return total
 
 
+def replace_main(train_differently: Any) -> Sequence[Replacement]:
+    """Return the replacement of the script's function `main`."""
+    return [(gpt_parallel, "main", train_differently)]
+
+
 CHANGES: dict[str, Sequence[Replacement]] = {
-    "resumed": [(gpt_parallel, "main", resume_training)],
-    "resumed_from_fsdp": [(gpt_parallel, "main", resume_from_fsdp)],
-    "resumed_from_context": [(gpt_parallel, "main", resume_from_context)],
-    "resumed_from_stages": [(gpt_parallel, "main", resume_from_stages)],
+    "resumed": replace_main(resume_training),
+    "resumed_from_fsdp": replace_main(resume_from_fsdp),
+    "resumed_from_context": replace_main(resume_from_context),
+    "resumed_from_stages": replace_main(resume_from_stages),
     "over_network": [(StageExecutor, "__init__", use_network)],
-    "resumed_from_zero1": [(gpt_parallel, "main", resume_from_zero1)],
-    "resumed_from_selective": [(gpt_parallel, "main", resume_from_selective)],
+    "resumed_from_zero1": replace_main(resume_from_zero1),
+    "resumed_from_selective": replace_main(resume_from_selective),
     "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],

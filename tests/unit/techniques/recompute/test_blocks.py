@@ -107,7 +107,7 @@ def train_step(name: str, recompute: str) -> tuple[list[Tensor], dict[str, Tenso
         losses = [network(x).square().mean() for x in draw_inputs(name)]
     for loss in losses:
         loss.backward()
-    tensors = {name: parameter.grad for name, parameter in network.named_parameters()}
+    tensors: dict[str, Any] = {name: parameter.grad for name, parameter in network.named_parameters()}
     return losses, tensors | dict(network.named_buffers()), sum(sizes.values())
 
 
