@@ -7,6 +7,7 @@
     python experiments/gpt_parallel.py fsdp=2                        sharded parameters
     python experiments/gpt_parallel.py stages=2 accumulate=4         layers divided into pipeline stages
     python experiments/gpt_parallel.py replicas=2 zero1=true         sharded optimizer state
+    python experiments/gpt_parallel.py recompute=blocks              few activations are kept for backward
     make exp NAME=gpt_parallel NODES=2                               on a cluster
 
 A run takes less than a minute on 2 CPU cores. It trains on the source text of Python's standard library and ends with a

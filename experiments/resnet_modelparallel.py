@@ -110,7 +110,7 @@ def main(cfg: Config, run: Run) -> None:
     pp, dp = create_mesh_groups(run.world, cfg.replicas)  # the pipeline of this rank, and the replicas of its stages
     peers = dp if cfg.replicas > 1 else None
     devices = list_devices(cfg, run)
-    remedy = "split the model into more stages (stages=, mode=pipelined), lower batch"
+    remedy = "split the model (stages=, mode=pipelined), recompute activations (recompute=blocks), lower batch"
     with limit_memory(cfg.memory_cap, devices, remedy) as training_bytes:
         pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
