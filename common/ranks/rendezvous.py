@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from common.ranks import objects
 from common.ranks.backend_setup import import_backend_setup
-from common.ranks.gpu_use import uses_gpus
 from common.ranks.rank_info import RankInfo
 from common.system import network
 from common.system.errors import UnreachableError, UserError, summarize_error
@@ -150,8 +149,8 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     else:
         key_folder = None
 
-    if backend == "nccl":  # `choose_device_and_backend` has set the current device
-        warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
+    # `choose_device_and_backend` has set the current device, which nccl uses for barriers
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
     hosts = exchange_host_names(store, rank_info, setup_timeout)
     transport = None
@@ -302,7 +301,7 @@ def choose_device_and_backend(rank_info: RankInfo, settings: Launch) -> tuple[to
     gpus = 0 if settings.excludes_gpus else torch.cuda.device_count()
     if settings.device == "cuda":
         check_gpus(rank_info.local_size, gpus)
-    if uses_gpus(settings, rank_info.local_size, gpus) and gpus > rank_info.local_rank:
+    if gpus >= rank_info.local_size or (settings.mixed and gpus > rank_info.local_rank):
         torch.cuda.set_device(rank_info.local_rank)
         return torch.device("cuda", rank_info.local_rank), "gloo" if settings.mixed else "nccl"
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

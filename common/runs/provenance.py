@@ -21,6 +21,7 @@ from common.config.custom_function import locate_file_copy
 from common.runs.folder import RunFolder, convert_disk_errors, read_json, write_atomic, write_json
 from common.system.processes import Process
 from common.system.text import read_text_or_empty
+from configs.shared import Launch
 
 PACKAGES = ("torch", "torchvision", "numpy", "pillow", "wandb", "submitit", "omegaconf", "rich")
 SOURCE_FOLDERS = ("experiments", "common", "slurm", "configs")  # files in the repository root are also copied
@@ -121,6 +122,12 @@ def count_visible_gpus() -> int:
             break
         visible_count += 1
     return min(device_count, visible_count)
+
+
+def uses_gpus(launch: Launch, ranks: int) -> bool:
+    """Return whether any of the ranks of this host will use a GPU. With fewer GPUs than ranks, only mixed runs do."""
+    gpus = 0 if launch.excludes_gpus else count_visible_gpus()
+    return gpus >= (1 if launch.mixed else ranks)
 
 
 def has_uncommitted_changes() -> bool | None:

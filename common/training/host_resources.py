@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.ranks.gpu_use import uses_gpus
 from common.runs import provenance
 from common.system import host_memory, process_limits
 from common.system.errors import UserError
@@ -19,7 +18,7 @@ def print_notice_of_shared_cores(cfg: Experiment, ranks: int) -> None:
     The check is skipped for runs on GPUs.
     """
     cores = count_host_cores()
-    if ranks > cores and not uses_gpus(cfg.launch, ranks, provenance.count_visible_gpus()):
+    if ranks > cores and not provenance.uses_gpus(cfg.launch, ranks):
         print(f"{ranks} ranks share {format_count(cores, 'core')} of this host; steps will be slow", flush=True)
 
 
@@ -31,6 +30,5 @@ def check_resources(cfg: Experiment) -> None:
     limit = process_limits.get_open_file_limit()
     if limit < MIN_OPEN_FILES:
         raise UserError(f"ulimit -n is {limit}, but a run opens more files and connections; use ulimit -n 1024")
-    ranks = cfg.processes // cfg.launch.nodes
-    if not uses_gpus(cfg.launch, ranks, provenance.count_visible_gpus()):
+    if not provenance.uses_gpus(cfg.launch, cfg.processes // cfg.launch.nodes):
         host_memory.check_host_memory(cfg)

@@ -29,7 +29,6 @@ from common.config import changed_settings, config, config_keys, custom_code, ya
 from common.config.command_line import parse_command_line
 from common.data import prepare
 from common.data.prepare import PreparedDataset
-from common.ranks.gpu_use import uses_gpus
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import UserError
@@ -149,7 +148,7 @@ def list_differences(
         yield "cpu", machine.get("cpu"), provenance.read_cpu_model()
         if settings.launch.threads == 0:
             yield "cores", machine.get("cores"), len(os.sched_getaffinity(0))
-        is_on_gpu = uses_gpus(settings.launch, settings.processes, provenance.count_visible_gpus())
+        is_on_gpu = provenance.uses_gpus(settings.launch, settings.processes)
         yield "device", "cpu" if world.get("device") == "cpu" else "gpu", "gpu" if is_on_gpu else "cpu"
 
     checksums = (meta.get("data") or {}).get("sha256") or {}

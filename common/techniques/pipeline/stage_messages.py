@@ -78,10 +78,10 @@ class StageMessages:
         for route in routes:
             if route.target == world.rank and route.consumer not in self.in_memory:
                 self.buffers[route.consumer] = torch.empty(route.shape, dtype=dtype, device=world.device)
+        self.expected: dict[Action, Tensor] = {}
+        """Buffers of the messages of the current step, which may have fewer microbatches."""
         self.receives: dict[Action, dist.Work] = {}
-        """Posted receives whose tensors are not used yet."""
-        self.unposted: list[Action] = []
-        """Consumers of the messages whose receives are not posted yet, in the order of `buffers`."""
+        """Posted receives of the current step."""
         self.within_rank: dict[Action, Tensor] = {}
 
     def post_receives(self, count: int) -> None:
@@ -92,22 +92,21 @@ class StageMessages:
         the sender of the message waits, such a call never returns. With nccl, a rank therefore posts a receive only
         when it needs the tensor.
         """
-        self.receives = {}
-        self.unposted = [action for action in self.buffers if action.microbatch < count]
-        if self.world.backend != "nccl":
-            self.receives = {action: self.network.receive(action, self.buffers[action]) for action in self.unposted}
+        self.expected = {action: buffer for action, buffer in self.buffers.items() if action.microbatch < count}
+        posted = {} if self.world.backend == "nccl" else self.expected
+        self.receives = {action: self.network.receive(action, buffer) for action, buffer in posted.items()}
 
     def _post_receives_until(self, consumer: Action) -> None:
-        """Post the receive of a message, and before it those of all earlier messages in the same sequence.
+        """Post the receive of a message, and before it those of all earlier messages of its kind from the same rank.
 
-        nccl matches the messages of a sequence by their order.
+        nccl matches these messages by their order.
         """
-        sequence = self.network.get_sequence(consumer)
-        for earlier in list(self.unposted):
-            if self.network.get_sequence(earlier) == sequence:
-                self.unposted.remove(earlier)
-                self.receives[earlier] = self.network.receive(earlier, self.buffers[earlier])
-            if earlier == consumer:
+        find_ranks = self.network.find_ranks
+        for action, buffer in self.expected.items():
+            is_in_order = action.kind == consumer.kind and find_ranks(action) == find_ranks(consumer)
+            if is_in_order and action not in self.receives:
+                self.receives[action] = self.network.receive(action, buffer)
+            if action == consumer:
                 return
 
     def send(self, consumer: Action, tensor: Tensor) -> None:
@@ -127,7 +126,7 @@ class StageMessages:
             return self.memory.receive(consumer)
         if consumer not in self.receives:
             self._post_receives_until(consumer)
-        self.receives.pop(consumer).wait()
+        self.receives[consumer].wait()
         return self.buffers[consumer]
 
     def wait_until_sent(self) -> None:
@@ -154,7 +153,7 @@ class NetworkMessages:
     def send(self, consumer: Action, tensor: Tensor) -> None:
         """Start sending a tensor to the action that consumes it."""
         tensor = tensor.contiguous()
-        source, target = self._find_ranks(consumer)
+        source, target = self.find_ranks(consumer)
         group = self.groups.get((consumer.kind, source < target))
         work = dist.isend(tensor, self.world.get_global_rank(target), group, self._make_tag(consumer))
         assert work is not None
@@ -162,15 +161,11 @@ class NetworkMessages:
 
     def receive(self, consumer: Action, buffer: Tensor) -> dist.Work:
         """Start receiving the tensor that an action consumes into `buffer`."""
-        source, target = self._find_ranks(consumer)
+        source, target = self.find_ranks(consumer)
         group = self.groups.get((consumer.kind, source < target))
         work = dist.irecv(buffer, self.world.get_global_rank(source), group, self._make_tag(consumer))
         assert work is not None
         return work
-
-    def get_sequence(self, consumer: Action) -> tuple[str, int, int]:
-        """Return the sequence of messages to which a message belongs: its kind, source and target."""
-        return consumer.kind, *self._find_ranks(consumer)
 
     def wait_for_sends(self, max_pending: int = 0) -> None:
         """Wait until at most `max_pending` tensors remain to be sent."""
@@ -185,7 +180,7 @@ class NetworkMessages:
         number = consumer.stage * (self.microbatches + 1) + consumer.microbatch
         return 2 * number + 1 if consumer.kind == "F" else 2 * number
 
-    def _find_ranks(self, consumer: Action) -> tuple[int, int]:
+    def find_ranks(self, consumer: Action) -> tuple[int, int]:
         """Return the source and the target rank of a message."""
         source_stage = consumer.stage - 1 if consumer.kind == "F" else consumer.stage + 1
         return self.stage_ranks[source_stage], self.stage_ranks[consumer.stage]
