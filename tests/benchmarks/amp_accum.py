@@ -31,6 +31,7 @@ from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Side, Task, Team, Values, require_same, summarize_values
 from tests.benchmarks.parts import QUIET, Part, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
+from tests.harness.settings_text import split_settings
 
 NAME = "amp_accum"
 KEEP = ("samples_per_second", "training_bytes", "bytes_sent")
@@ -81,8 +82,8 @@ def precision_table(samples: Samples) -> Table:
 
 # ---- exchanging once a window
 
-IMAGES = ("data.name=generated", "data.samples=640", "data.test_limit=10", "steps=5")
-CONSTANT_RATE = ("optim.warmup=0", "optim.decay=constant", "optim.lr=0.01", "optim.base_batch=0")
+IMAGES = split_settings("data.name=generated data.samples=640 data.test_limit=10 steps=5")
+CONSTANT_RATE = split_settings("optim.warmup=0 optim.decay=constant optim.lr=0.01 optim.base_batch=0")
 RESNET = ("model=resnet18", "accumulate=4", "processes_per_node=2", "launch.threads=1", *IMAGES, *CONSTANT_RATE)
 SHORT = (*RESNET, "data.image_size=64", "batch=32", "precision=fp32")
 LONG = (*RESNET, "batch=128", "precision=bf16")
@@ -171,10 +172,8 @@ def bit_table(samples: Samples, pixels: int) -> Table:
 
 GPU_BATCH = 128
 GPU_STEPS = 5
-GPU_SETTINGS = (
-    *("model=resnet50", "accumulate=1", "processes_per_node=1", *CONSTANT_RATE),
-    *(f"batch={GPU_BATCH}", "data.name=generated", "data.image_size=224", "data.classes=1000"),
-)
+GPU_IMAGES = (f"batch={GPU_BATCH}", "data.name=generated", "data.image_size=224", "data.classes=1000")
+GPU_SETTINGS = ("model=resnet50", "accumulate=1", "processes_per_node=1", *CONSTANT_RATE, *GPU_IMAGES)
 CHANNELS_LAST = "channels_last=true"
 GPU_SIDES = {
     "fp32": ("precision=fp32",),

@@ -16,16 +16,12 @@ from tests.benchmarks.libraries import data_parallel_team, same_first_losses
 from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.parts import QUIET, Part, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
+from tests.harness.settings_text import split_settings
 
 NAME = "ddp_multinode"
-SETTINGS = (
-    "model=resnet18",
-    "batch=128",
-    "data.name=generated",
-    "data.samples=1280",
-    "optim.warmup=0",
-    "optim.decay=constant",
-    "optim.base_batch=0",
+SETTINGS = split_settings(
+    "model=resnet18 batch=128 data.name=generated data.samples=1280 "
+    "optim.warmup=0 optim.decay=constant optim.base_batch=0"
 )
 BRIEF = (*SETTINGS, "steps=8", "data.test_limit=10", "launch.threads=1")
 TWO = "processes_per_node=2"

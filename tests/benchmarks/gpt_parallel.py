@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from common.config.config import load_config
 from common.ranks.rendezvous import World
@@ -24,6 +24,7 @@ from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task, Team, Values, summarize_values
 from tests.benchmarks.parts import Part, finish, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
+from tests.harness.settings_text import split_settings
 
 NAME = "gpt_parallel"
 WIDTH = 512
@@ -31,10 +32,9 @@ LAYERS = 4
 HEADS = 8
 CONTEXT = 128
 BATCH = 8
-SIZES = (f"width={WIDTH}", f"layers={LAYERS}", f"heads={HEADS}", f"data.context={CONTEXT}", f"batch={BATCH}")
-SETTINGS = (
-    *("tied=false", "evaluate_every=0", "data.test_limit=8", "eval_batch=8", "prompt=d"),
-    *("optim.warmup=0", "optim.decay=constant"),
+SIZES = split_settings(f"width={WIDTH} layers={LAYERS} heads={HEADS} data.context={CONTEXT} batch={BATCH}")
+SETTINGS = split_settings(
+    "tied=false evaluate_every=0 data.test_limit=8 eval_batch=8 prompt=d optim.warmup=0 optim.decay=constant"
 )
 STEPS = "steps=12"
 ONE_THREAD = "launch.threads=1"
@@ -62,11 +62,11 @@ MEMORY = ("peak_parameters", "gradients", "optimizer", "activations")
 
 
 def sides(scratch: Path) -> list[Team | Task]:
+    settings = (*SIZES, *SETTINGS, STEPS)
     runs: list[Team | Task] = []
     for label, layout in LAYOUTS.items():
-        runs.append(run_of(scratch, label, NAME, *SIZES, *SETTINGS, STEPS, ONE_THREAD, *layout, keep=KEEP))
-    threads = "launch.threads=2"
-    runs.append(run_of(scratch, TWO_THREADS, NAME, *SIZES, *SETTINGS, STEPS, threads, "replicas=1", keep=KEEP))
+        runs.append(run_of(scratch, label, NAME, *settings, ONE_THREAD, *layout, keep=KEEP))
+    runs.append(run_of(scratch, TWO_THREADS, NAME, *settings, "launch.threads=2", "replicas=1", keep=KEEP))
     return [*runs, Team(2, 1, make_tensor_parallel_sides)]
 
 
@@ -78,8 +78,10 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
     from common.models.gpt import GPT
     from common.techniques.parallel_layout import parallelize
 
-    tokens = torch.randint(256, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(0))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (BATCH, CONTEXT + 1), generator=generator)
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
 
     def build() -> GPT:
         torch.manual_seed(0)
@@ -87,8 +89,11 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
 
     def make_side(model: GPT, compute_loss: Callable[[], Any], contexts: Callable[[], Any]) -> Callable[[], float]:
         # The fused kernel needs divided and replicated parameters in different groups.
-        divided = [parameter for parameter in model.parameters() if hasattr(parameter, "placements")]
-        replicated = [parameter for parameter in model.parameters() if not hasattr(parameter, "placements")]
+        divided: list[torch.nn.Parameter] = []
+        replicated: list[torch.nn.Parameter] = []
+        for parameter in model.parameters():
+            group = divided if hasattr(parameter, "placements") else replicated
+            group.append(parameter)
         optimizer = torch.optim.AdamW([{"params": divided}, {"params": replicated}], lr=1e-3, fused=True)
 
         def take_steps() -> float:
@@ -107,12 +112,15 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
     from torch.distributed.tensor.parallel import loss_parallel
 
     ours = build()
-    parallel = parallelize(ours, Layout(tensor=2), cast(Any, SimpleNamespace(device=world.device)))
+    run: Any = SimpleNamespace(device=world.device)
+    parallel = parallelize(ours, Layout(tensor=2), run)
     theirs = build()
-    divide_with_torch(theirs, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    divide_with_torch(theirs, mesh)
 
     def compute_loss_of_torch() -> Any:
-        return torch.nn.functional.cross_entropy(theirs(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+        logits = theirs(inputs).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
 
     def compute_our_loss() -> Any:
         return parallel.sum_loss(ours(inputs), targets)
@@ -133,8 +141,9 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
 def check_first_step(ours: Any, our_loss: float, theirs: Any, loss_of_torch: float) -> None:
     """Raise AssertionError if two divided models have different losses or gradients."""
     assert abs(our_loss - loss_of_torch) < LOSS_TOLERANCES["first_loss"] * loss_of_torch, (our_loss, loss_of_torch)
-    gradients = [model.block0.feed_forward.up.weight.grad.full_tensor() for model in (ours, theirs)]
-    difference = float((gradients[0] - gradients[1]).norm() / gradients[1].norm())
+    gradient = ours.block0.feed_forward.up.weight.grad.full_tensor()
+    expected = theirs.block0.feed_forward.up.weight.grad.full_tensor()
+    difference = float((gradient - expected).norm() / expected.norm())
     assert difference < GRADIENT_TOLERANCE, f"the gradients of block0.feed_forward.up differ by {difference:.2g}"
 
 
@@ -172,7 +181,8 @@ def check_losses(scratch: Path, samples: Samples) -> None:
     """Raise AssertionError if the layouts had other losses than one process."""
     for label in LAYOUTS:
         for name in ("first_loss", "last_loss"):
-            for loss, expected in zip(samples.values[label][name], samples.values[SINGLE][name], strict=True):
+            pairs = zip(samples.values[label][name], samples.values[SINGLE][name], strict=True)
+            for loss, expected in pairs:
                 assert abs(loss - expected) < LOSS_TOLERANCES[name] * expected, (label, name, loss, expected)
 
 
@@ -225,7 +235,7 @@ def compare_with_formulas(samples: Samples, label: str, row_label: str, categori
 DEEP_WIDTH = 128
 DEEP_LAYERS = 12
 DEEP_CONTEXT = 256
-DEEP_SIZES = (f"width={DEEP_WIDTH}", f"layers={DEEP_LAYERS}", f"data.context={DEEP_CONTEXT}", f"batch={BATCH}")
+DEEP_SIZES = split_settings(f"width={DEEP_WIDTH} layers={DEEP_LAYERS} data.context={DEEP_CONTEXT} batch={BATCH}")
 KEEP_ALL = "recompute=none"
 RECOMPUTED = ("recompute=blocks", "recompute=selective")
 ACTIVATIONS = "activations_bytes"
@@ -300,6 +310,9 @@ GPU_LAYERS = 8
 GPU_HEADS = 16
 GPU_CONTEXT = 1024
 GPU_BATCH = 16
+GPU_SIZES = split_settings(
+    f"width={GPU_WIDTH} layers={GPU_LAYERS} heads={GPU_HEADS} data.context={GPU_CONTEXT} batch={GPU_BATCH}"
+)
 GPU_STEPS = 5
 GPU_PRECISIONS = ("fp32", "tf32", "bf16")
 FLOPS = "flops"
@@ -316,9 +329,9 @@ def make_gpu_sides(world: World) -> dict[str, Callable[[], Values]]:
     model = GPT(GPU_CONTEXT, 256, width=GPU_WIDTH, layers=GPU_LAYERS, heads=GPU_HEADS).to(world.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     tokens = torch.randint(256, (GPU_BATCH, GPU_CONTEXT + 1), device=world.device)
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    settings = (f"width={GPU_WIDTH}", f"layers={GPU_LAYERS}", f"heads={GPU_HEADS}", f"batch={GPU_BATCH}", "replicas=1")
-    cfg = load_config(Config, [*settings, f"data.context={GPU_CONTEXT}"], {})
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    cfg = load_config(Config, [*GPU_SIZES, "replicas=1"], {})
     sizes = layout_report.list_parameter_sizes(model)
     shape = layout_report.describe_shape(cfg, model)
     step_flops = GPU_BATCH * GPU_CONTEXT * layout_formulas.count_flops_per_token(sizes, shape, is_tied=True)
@@ -331,8 +344,8 @@ def make_gpu_sides(world: World) -> dict[str, Callable[[], Values]]:
             for _ in range(GPU_STEPS):
                 optimizer.zero_grad()
                 with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
-                    logits = model(inputs)
-                loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+                    logits = model(inputs).flatten(0, 1)
+                loss = torch.nn.functional.cross_entropy(logits.float(), targets.flatten())
                 loss.backward()
                 optimizer.step()
             torch.cuda.synchronize()

@@ -18,6 +18,7 @@ from tests.benchmarks.drawing import Figure, heights, steps_of
 from tests.benchmarks.measure import Number, Samples, Task, require_same
 from tests.benchmarks.parts import Part, run_of, timelines
 from tests.benchmarks.records import Cell, Row, Table
+from tests.harness.settings_text import split_settings
 
 NAME = "resnet_modelparallel"
 KEEP = ("idle_share", "ideal_bubble", "memory")
@@ -60,17 +61,9 @@ def mode_table(samples: Samples) -> Table:
 
 
 PIECES = 4  # microbatches
-DEEP = (
-    "model=resnet50",
-    "channels_last=true",
-    "batch=64",
-    "data.name=generated",
-    "data.image_size=64",
-    "data.samples=320",
-    "data.test_limit=10",
-    "optim.decay=constant",
-    "plot=false",
-    "steps=5",
+DEEP = split_settings(
+    "model=resnet50 channels_last=true batch=64 data.name=generated data.image_size=64 data.samples=320 "
+    "data.test_limit=10 optim.decay=constant plot=false steps=5"
 )
 SPLIT = {
     "naive": ("mode=naive",),

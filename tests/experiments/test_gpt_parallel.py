@@ -25,13 +25,15 @@ from tests.harness.commands.refusals import expect_refusal
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import ENTRY_BY_NAME, STAGED_ENTRY
 from tests.harness.runs.resuming import copy_as_interrupted, resume_run
+from tests.harness.settings_text import split_settings
 
 NAME = "gpt_parallel"
 SENTENCES = ("the cat sat on the mat. ", "a dog ran to the park. ", "the sun is a star. ", "we read a short text. ")
-SMALL = (
-    *("data.context=32", "width=64", "layers=1", "tied=false", "optim.lr=0.01", "optim.warmup=5", "epochs=4"),
-    *("log.progress=none", "launch.threads=1"),
-)
+SMALL_SETTINGS = """
+    data.context=32 width=64 layers=1 tied=false optim.lr=0.01 optim.warmup=5 epochs=4
+    log.progress=none launch.threads=1
+"""
+SMALL = split_settings(SMALL_SETTINGS)
 
 CUSTOM_NETWORK = """
 from torch import nn
@@ -68,7 +70,8 @@ class FixedPositions(nn.Module):
 
 def write_sentences(file: Path, count: int = 2000) -> Path:
     """Write sentences in an order that a bigram model cannot predict."""
-    file.write_text("".join(SENTENCES[number * number % 7 % len(SENTENCES)] for number in range(count)))
+    positions = [number * number % 7 % len(SENTENCES) for number in range(count)]
+    file.write_text("".join(SENTENCES[position] for position in positions))
     return file
 
 
@@ -101,10 +104,10 @@ def test_it_learns_more_than_pairs_of_bytes_and_continues_the_text(tmp_path: Pat
     tokens_per_step = load_settings(*SMALL).batch * 32
     assert result["tokens_per_second"] * result["step_seconds"] == pytest.approx(tokens_per_step, rel=1e-9)
     evaluations = [row for row in completed.folder.read_metrics() if "test_loss" in row]
-    assert [row["global_step"] for row in evaluations] == [25, 50, 55, 60], (
-        "every 25 steps, after the epoch, and at the end"
-    )
-    assert all(row["bits_per_byte"] > 0 for row in evaluations)
+    steps = [row["global_step"] for row in evaluations]
+    assert steps == [25, 50, 55, 60], "every 25 steps, after the epoch, and at the end"
+    for row in evaluations:
+        assert row["bits_per_byte"] > 0
     losses = [row["test_loss"] for row in evaluations]
     assert losses == sorted(losses, reverse=True)
 
@@ -360,24 +363,24 @@ def test_an_unsuitable_text_is_refused_without_a_run_folder(tmp_path: Path) -> N
 
 # ---- unsuitable samples
 
+INVALID_SAMPLE_OPTIONS = {
+    "--temperature=-1": "TEMPERATURE must be a number from 0 to 100 (got '-1')",
+    "--temperature=hot": "TEMPERATURE must be a number from 0 to 100 (got 'hot')",
+    "--top-k=0": "TOP_K must be an integer from 1",
+    "--seed=x": "SEED must be an integer from 0 to 99999 (got 'x')",
+    "--seed=-1": "SEED must be an integer from 0 to 99999 (got '-1')",
+}
+
 
 def test_invalid_arguments_of_sample_are_refused(finished: GetRun, tmp_path: Path) -> None:
     text_run = finished(ENTRY_BY_NAME[NAME]).folder.path
     image_run = finished(STAGED_ENTRY).folder.path
     measurement = RunFolder.create(tmp_path, "measurement", "sizes: [4]\n").path
-    for run, option, message in (
-        (text_run, "--temperature=-1", "TEMPERATURE must be a number from 0 to 100 (got '-1')"),
-        (text_run, "--temperature=hot", "TEMPERATURE must be a number from 0 to 100 (got 'hot')"),
-        (text_run, "--top-k=0", "TOP_K must be an integer from 1"),
-        (text_run, "--seed=x", "SEED must be an integer from 0 to 99999 (got 'x')"),
-        (text_run, "--seed=-1", "SEED must be an integer from 0 to 99999 (got '-1')"),
-        (
-            measurement,
-            "--text=a",
-            "does not train a model, so it cannot continue a text; use a run with data.name=text",
-        ),
-        (image_run, "--text=a", "was trained on data.name=digits, so it cannot continue a text"),
-    ):
+    cases = [(text_run, option, message) for option, message in INVALID_SAMPLE_OPTIONS.items()]
+    no_model = "does not train a model, so it cannot continue a text; use a run with data.name=text"
+    cases.append((measurement, "--text=a", no_model))
+    cases.append((image_run, "--text=a", "was trained on data.name=digits, so it cannot continue a text"))
+    for run, option, message in cases:
         completed = sample(run, option, status=2)
         assert message in completed.stderr
         assert completed.stderr.count("\n") == 1

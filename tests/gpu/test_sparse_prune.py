@@ -8,14 +8,15 @@ import pytest
 
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.gpu.gpu_runs import DEVICE, train_on_gpu
+from tests.harness.settings_text import split_cases
 
 NAME = "sparse_prune"
-CASES = (
-    ("schedule=rigl", "sparsity=0.9"),
-    ("model=lenet5", "scope=structured", "criterion=taylor", "sparsity=0.5"),
-    ("scope=n:m", "pattern=2:4", "sparsity=0.5", "model=mlp"),
-    ("schedule=none", "l1=0.01"),
-)
+CASES = split_cases("""
+    schedule=rigl sparsity=0.9
+    model=lenet5 scope=structured criterion=taylor sparsity=0.5
+    scope=n:m pattern=2:4 sparsity=0.5 model=mlp
+    schedule=none l1=0.01
+""")
 
 
 @pytest.mark.parametrize("case", CASES, ids=",".join)

@@ -31,7 +31,8 @@ def compute_gradient(network: Any, *, checkpointed: bool = False, **options: Any
     hidden = checkpoint(block, hidden, use_reentrant=False, **options) if checkpointed else block(hidden)
     loss = F.cross_entropy(last(hidden), targets)
     loss.backward()
-    return loss.item(), torch.cat([parameter.grad.flatten() for parameter in network.parameters()])
+    gradients = [parameter.grad.flatten() for parameter in network.parameters()]
+    return loss.item(), torch.cat(gradients)
 
 
 def test_without_the_random_state_a_recomputation_draws_other_masks() -> None:
@@ -46,7 +47,8 @@ def test_without_the_random_state_a_recomputation_draws_other_masks() -> None:
     assert same_loss == loss
     assert torch.equal(same_gradient, gradient), "by default, the random state is restored"
     recompute_blocks(network, "blocks")
-    assert torch.equal(compute_gradient(network)[1], gradient)
+    _, recomputed_gradient = compute_gradient(network)
+    assert torch.equal(recomputed_gradient, gradient)
 
 
 def test_a_recomputation_updates_the_statistics_of_batchnorm_twice() -> None:
@@ -57,13 +59,15 @@ def test_a_recomputation_updates_the_statistics_of_batchnorm_twice() -> None:
     gradients = {}
     for name, changed_network in networks.items():
         gradients[name] = compute_gradient(changed_network, checkpointed=name == "checkpointed")[1]
-    norms: dict[str, Any] = {name: changed_network.get_submodule("1.1") for name, changed_network in networks.items()}
+    norms: list[Any] = [changed_network.get_submodule("1.1") for changed_network in networks.values()]
 
-    plain, twice, recomputed = norms.values()
+    plain, twice, recomputed = norms
     assert torch.equal(gradients["checkpointed"], gradients["plain"])
-    assert (plain.num_batches_tracked, twice.num_batches_tracked) == (1, 2)
+    assert plain.num_batches_tracked == 1
+    assert twice.num_batches_tracked == 2
     batch_mean = plain.running_mean / plain.momentum
-    torch.testing.assert_close(twice.running_mean, batch_mean * (1 - (1 - plain.momentum) ** 2))
+    weight_of_two_updates = 1 - (1 - plain.momentum) ** 2
+    torch.testing.assert_close(twice.running_mean, batch_mean * weight_of_two_updates)
 
     assert torch.equal(gradients["recomputed"], gradients["plain"])
     for name, buffer in plain.named_buffers():

@@ -15,12 +15,14 @@ from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.runs.resuming import copy_as_interrupted, resume_run
+from tests.harness.settings_text import split_settings
 
 ENTRY = ENTRY_BY_NAME["gpt_parallel"]
-VARIED = (
-    *("data.name=text", "data.context=16", "width=16", "layers=2", "heads=2", "dropout=0.2", "masked=0.3"),
-    *("accumulate=2", "dtype=float64", "steps=16", "evaluate_every=5"),
-)
+VARIED_SETTINGS = """
+    data.name=text data.context=16 width=16 layers=2 heads=2 dropout=0.2 masked=0.3
+    accumulate=2 dtype=float64 steps=16 evaluate_every=5
+"""
+VARIED = split_settings(VARIED_SETTINGS)
 LAYOUTS = ("tensor=2", "tensor=2 sequence=true", "context=2", "fsdp=2", "replicas=2", "stages=2 schedule=zero_bubble")
 LAYOUT_PAIRS = (
     ("replicas=1", "tensor=2 sequence=true"),
@@ -36,17 +38,21 @@ LAYOUT_PAIRS = (
 )
 
 
-def read_losses(rows: list[dict[str, float]]) -> list[float]:
+def read_losses(folder: RunFolder) -> list[float]:
     """Return the losses of all steps and evaluations."""
-    return [row.get("loss", row.get("test_loss", 0.0)) for row in rows]
+    losses = []
+    for row in folder.read_metrics():
+        test_loss = row.get("test_loss", 0.0)
+        losses.append(row.get("loss", test_loss))
+    return losses
 
 
 @pytest.mark.parametrize("layout", draw_cases("gpt-commands", LAYOUTS, 1))
 def test_a_command_with_a_layout_equals_a_single_process(layout: str, tmp_path: Path, quick: Settings) -> None:
     divided = run_experiment(ENTRY.name, *quick, *VARIED, *layout.split(), runs=tmp_path / "divided")
     single = run_experiment(ENTRY.name, *quick, *VARIED, "replicas=1", runs=tmp_path / "single")
-    losses = read_losses(divided.folder.read_metrics())
-    assert losses == pytest.approx(read_losses(single.folder.read_metrics()), abs=1e-9, rel=0)
+    losses = read_losses(divided.folder)
+    assert losses == pytest.approx(read_losses(single.folder), abs=1e-9, rel=0)
     assert len(losses) == 16 + 5
     parameters = read_model(divided.folder)[1]
     expected = read_model(single.folder)[1]
@@ -62,8 +68,8 @@ def test_a_run_is_resumed_with_another_layout(layout: str, new_layout: str, tmp_
     folder = copy_as_interrupted(uninterrupted.folder, 9, tmp_path / "interrupted")
     resumed = resume_run(ENTRY, folder, *new_layout.split())
     assert "resumed from step 9" in resumed.stdout
-    losses = read_losses(folder.read_metrics())
-    assert losses == pytest.approx(read_losses(uninterrupted.folder.read_metrics()), abs=1e-9, rel=0)
+    losses = read_losses(folder)
+    assert losses == pytest.approx(read_losses(uninterrupted.folder), abs=1e-9, rel=0)
     assert len(losses) == 16 + 5  # 13 steps per epoch: evaluated after the steps 5, 10, 13, 15 and 16
     check_model_of_newest_checkpoint(folder)
 
@@ -76,9 +82,12 @@ def check_model_of_newest_checkpoint(folder: RunFolder) -> None:
     assert step == 16
     expected = read_model(folder)[1]
     assert model.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected[name])
 
-    (storage.list_resumable_checkpoints(folder)[0].path / storage.make_rank_file_name(0)).write_bytes(b"damaged")
+    newest = storage.list_resumable_checkpoints(folder)[0]
+    file = newest.path / storage.make_rank_file_name(0)
+    file.write_bytes(b"damaged")
     older = load_model_of_newest_checkpoint(folder)
     assert older is not None
     assert older[0] == 15
@@ -87,11 +96,10 @@ def check_model_of_newest_checkpoint(folder: RunFolder) -> None:
 def test_weights_of_a_layout_are_the_initial_weights_of_another_layout(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, *VARIED, "optim.lr=1e-12", "dropout=0")
     trained = run_experiment(ENTRY.name, *quick, *VARIED, "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained")
+    weights = f"weights={trained.folder.path}"
     losses = {}
     for layout in ("tensor=2", "replicas=1"):
-        runs = tmp_path / layout.replace(" ", "-")
-        weights = f"weights={trained.folder.path}"
-        completed = run_experiment(ENTRY.name, *settings, weights, *layout.split(), runs=runs)
+        completed = run_experiment(ENTRY.name, *settings, weights, layout, runs=tmp_path / layout)
         losses[layout] = completed.result["test_loss"]
     assert losses["tensor=2"] == pytest.approx(losses["replicas=1"], abs=1e-9, rel=0)
     assert losses["replicas=1"] == pytest.approx(trained.result["test_loss"], abs=1e-6, rel=0)

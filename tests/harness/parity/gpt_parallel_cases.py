@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from tests.harness.parity.method import (
     replace_attributes,
 )
 from tests.harness.repository import ROOT
+from tests.harness.settings_text import split_settings
 
 VOCABULARY = 256
 STEPS = 20
@@ -53,32 +54,15 @@ INTERRUPTED_STEP = 5
 """Last step of an epoch, after whose checkpoint a training is interrupted. It is resumed with an evaluation."""
 DELAY_SECONDS = 0.03
 """Additional time of a step on a slow rank."""
-SETTINGS = (
-    "data.name=text",
-    f"data.root={ROOT / 'common/training/loop.py'}",
-    "data.context=16",
-    "data.train_limit=43",  # 5 batches per epoch; 3 samples are left out
-    "data.test_limit=21",  # not a multiple of 2 or 4
-    "width=32",
-    "layers=2",
-    "heads=4",
-    "replicas=1",
-    "dropout=0.2",
-    "masked=0.3",
-    "batch=8",
-    "eval_batch=8",
-    "optim.name=adamw",
-    "optim.lr=0.01",
-    "optim.weight_decay=0.1",
-    "optim.decayed=matrices",
-    "optim.warmup=5",
-    "optim.decay=cosine",
-    "clip=1",
-    "epochs=5",
-    f"steps={STEPS}",
-    "seed=7",
-)
-
+TEXT_FILE = ROOT / "common/training/loop.py"
+SMALL_SETTINGS = """
+    data.name=text data.context=16 data.train_limit=43 data.test_limit=21
+    width=32 layers=2 heads=4 replicas=1 dropout=0.2 masked=0.3 batch=8 eval_batch=8
+    optim.name=adamw optim.lr=0.01 optim.weight_decay=0.1 optim.decayed=matrices
+    optim.warmup=5 optim.decay=cosine clip=1 epochs=5 seed=7
+"""
+"""An epoch has 5 batches and leaves out 3 of the 43 samples. 21 test samples are not a multiple of 2 or 4."""
+SETTINGS = (*split_settings(SMALL_SETTINGS), f"data.root={TEXT_FILE}", f"steps={STEPS}")
 
 MEMORY_TOLERANCES = {
     "parameters": 0,
@@ -185,7 +169,8 @@ def train(cfg: Config, run: Run) -> Outcome:
         return {}
     files = [run.folder.path / f"first-step-{rank}.pt" for rank in range(run.world.size)]
     first_steps = [torch.load(file, weights_only=True) for file in files]
-    return {"first_steps": first_steps, "result": parse_result(run.folder.result).flatten_values()}
+    result = parse_result(run.folder.result)
+    return {"first_steps": first_steps, "result": result.flatten_values()}
 
 
 def forget_meshes() -> None:
@@ -206,7 +191,8 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
     model.train()
     losses: list[float] = []
     norms: list[float] = []
-    first_step: dict[str, Any] = {"initial": {name: tensor.clone() for name, tensor in model.state_dict().items()}}
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first_step: dict[str, Any] = {"initial": initial}
     for epoch in itertools.count():
         order = torch.from_numpy(loader.draw_sample_order(len(inputs), cfg.seed, epoch))
         microbatch = cfg.batch // cfg.accumulate
@@ -216,7 +202,8 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
             for layer in list_dropout_layers([model]):
                 layer.set_positions(epoch, [positions])
             samples = order[positions.start : positions.stop]
-            ignored = draw_ignored(positions, cfg.data.context, cfg.masked, derive_seed(cfg.seed, "masked", epoch))
+            mask_seed = derive_seed(cfg.seed, "masked", epoch)
+            ignored = draw_ignored(positions, cfg.data.context, cfg.masked, mask_seed)
             scored_targets = targets[samples].masked_fill(ignored, NOT_SCORED)
             optimizer.zero_grad()
             logits = model(inputs[samples]).flatten(0, 1)
@@ -225,10 +212,12 @@ def train_reference(cfg: Any, model: nn.Module, prepared: PreparedDataset, _: tu
             if not losses:
                 first_step |= observe_gradients_and_mask(model, positions, cfg)
                 token_losses = F.cross_entropy(logits.detach(), scored_targets.flatten(), reduction="none")
-                token_losses = token_losses.view_as(ignored)
-                first_step |= {"inputs": inputs[samples], "targets": targets[samples]}
-                first_step |= {"is_scored": ~ignored, "losses": token_losses}
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), cfg.clip).item())
+                first_step["inputs"] = inputs[samples]
+                first_step["targets"] = targets[samples]
+                first_step["is_scored"] = ~ignored
+                first_step["losses"] = token_losses.view_as(ignored)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), cfg.clip)
+            norms.append(norm.item())
             rate = reference.compute_learning_rate(cfg.optim, len(losses), cfg.steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -252,8 +241,9 @@ def score(cfg: Any, model: nn.Module, prepared: PreparedDataset) -> dict[str, fl
     test_inputs, test_targets = load_tokens(prepared, "test", cfg.data.test_limit)
     model.eval()
     with torch.no_grad():
-        test_loss = F.cross_entropy(model(test_inputs).flatten(0, 1), test_targets.flatten()).item()
-    return {"test_loss": test_loss, "test_samples": len(test_inputs)}
+        logits = model(test_inputs).flatten(0, 1)
+    test_loss = F.cross_entropy(logits, test_targets.flatten())
+    return {"test_loss": test_loss.item(), "test_samples": len(test_inputs)}
 
 
 # ---- changes: each function gets the function that it replaces as first argument
@@ -297,7 +287,8 @@ def resume_from_context(original: Any, cfg: Config, run: Run) -> None:
 
 def resume_from_selective(original: Any, cfg: Config, run: Run) -> None:
     """Resume from a checkpoint of a training that recomputed only cheap operations."""
-    resume_training(original, cfg, run, memory=dataclasses.replace(cfg.memory, recompute="selective"))
+    memory = dataclasses.replace(cfg.memory, recompute="selective")
+    resume_training(original, cfg, run, memory=memory)
 
 
 def resume_from_stages(original: Any, cfg: Config, run: Run) -> None:
@@ -318,7 +309,8 @@ def resume_from_zero1(original: Any, cfg: Config, run: Run) -> None:
 
 def slow_down_last_rank(original: Any, *arguments: Any) -> Any:
     """Let the last rank need more time before its forward pass."""
-    if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+    last_rank = torch.distributed.get_world_size() - 1
+    if torch.distributed.get_rank() == last_rank:
         time.sleep(DELAY_SECONDS)
     return original(*arguments)
 
@@ -434,6 +426,16 @@ def replace_main(train_differently: Any) -> Sequence[Replacement]:
     return [(gpt_parallel, "main", train_differently)]
 
 
+def replace_norm(compute_differently: Any) -> Sequence[Replacement]:
+    """Return the replacement of the norm of divided gradients."""
+    return [(gradient_norm, "compute_sharded_norm", compute_differently)]
+
+
+def change_layout(change: Callable[[ParallelModel], None]) -> Sequence[Replacement]:
+    """Return the replacement that changes a model after it has been divided."""
+    return [change_result(gpt_parallel, "parallelize", change)]
+
+
 CHANGES: dict[str, Sequence[Replacement]] = {
     "resumed": replace_main(resume_training),
     "resumed_from_fsdp": replace_main(resume_from_fsdp),
@@ -445,18 +447,18 @@ CHANGES: dict[str, Sequence[Replacement]] = {
     "slow_rank": [(gpt_parallel, "mask_targets", slow_down_last_rank)],
     "other_dims": [(GPT, "list_shard_dims", divide_other_dims)],
     "redraws_shards": [(tensor_layers, "divide_model", redraw_shards)],
-    "forgets_token_shards": [change_result(gpt_parallel, "parallelize", forget_token_shards)],
-    "different_masks": [change_result(gpt_parallel, "parallelize", use_different_masks)],
+    "forgets_token_shards": change_layout(forget_token_shards),
+    "different_masks": change_layout(use_different_masks),
     "equal_masks": [(PositionDropout, "draw_dropped", use_equal_masks)],
-    "restarts_positions": [change_result(gpt_parallel, "parallelize", restart_positions)],
+    "restarts_positions": change_layout(restart_positions),
     "averages_outputs": [(Attended, "merge", average_outputs)],
     "partial_scales": [(BranchNorm, "forward", keep_partial_scale_gradients)],
     "unties_head": [(TiedParallelHead, "forward", untie_head)],
     "counts_table_twice": [(TiedParallelHead, "forward", count_table_twice)],
     "averages_per_rank": [(parallel_model.ParallelModel, "sum_loss", average_per_rank)],
-    "local_norm": [(gradient_norm, "compute_sharded_norm", clip_by_local_norm)],
-    "counts_copies": [(gradient_norm, "compute_sharded_norm", count_copies)],
-    "ignores_tensor_shards": [(gradient_norm, "compute_sharded_norm", ignore_tensor_shards)],
+    "local_norm": replace_norm(clip_by_local_norm),
+    "counts_copies": replace_norm(count_copies),
+    "ignores_tensor_shards": replace_norm(ignore_tensor_shards),
 }
 GPT_PARALLEL = ParityMethod(
     name="gpt_parallel_cases:GPT_PARALLEL",

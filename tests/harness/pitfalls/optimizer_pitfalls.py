@@ -41,8 +41,9 @@ def divided_state_saved_by_rank_0() -> Any:
         differences = {}
         for name, saved in (("rank 0", of_rank_0), ("all ranks", state)):
             resumed = resume(world, folder / name, saved)
-            gaps = zip(model.parameters(), resumed.parameters(), strict=True)
-            differences[name] = [(parameter - other).abs().max().item() for parameter, other in gaps]
+            pairs = zip(model.parameters(), resumed.parameters(), strict=True)
+            gaps = [(parameter - other).abs().max() for parameter, other in pairs]
+            differences[name] = [gap.item() for gap in gaps]
         return differences
 
     return collect_from_ranks(2, compare)
@@ -62,7 +63,8 @@ def take_steps(model: nn.Module, optimizer: Optimizer, start: int, end: int) -> 
     for step in range(start, end):
         torch.manual_seed(step)
         optimizer.zero_grad()
-        model(torch.randn(3, 4)).square().mean().backward()
+        outputs = model(torch.randn(3, 4))
+        outputs.square().mean().backward()
         optimizer.step()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,8 @@ class Errors:
 def train(run: Run, meter: StepMeter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for step in run.steps(dict):
         optimizer.zero_grad()
-        F.cross_entropy(model(step.x), step.y).backward()
+        loss = F.cross_entropy(model(step.x), step.y)
+        loss.backward()
         optimizer.step()
         if step.number == 1:
             assert not meter.memory, "the step has not ended"
@@ -88,7 +88,7 @@ def train(run: Run, meter: StepMeter, model: nn.Module, optimizer: torch.optim.O
 def test_one_step_is_measured(number: int, attempt_folder: RunFolder, cache: Path, world: World) -> None:
     """The momentum, which the first step creates, belongs to the training state."""
     log = Log(memory=number, progress="none")
-    cfg = dataclasses.replace(Config(batch=16, steps=2, data=Data(name="digits")), log=log)
+    cfg = Config(batch=16, steps=2, data=Data(name="digits"), log=log)
     run = Run(cfg, attempt_folder, Ranks(world), prepare_digits(cache))
     model = networks.SimpleNN()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

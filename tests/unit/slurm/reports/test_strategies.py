@@ -83,8 +83,10 @@ def test_an_unfinished_run_has_no_measurements(tmp_path: Path) -> None:
 
 def test_a_run_on_other_hosts_is_not_oversubscribed(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
-    world = folder.list_attempts()[-1].attempt_folder / "world.json"
-    write_json(world, read_json(world) | {"hosts": ["node1", "node2"]})
+    file = folder.list_attempts()[-1].attempt_folder / "world.json"
+    world = read_json(file)
+    world["hosts"] = ["node1", "node2"]
+    write_json(file, world)
     run = strategies.read_run(folder)
     assert run is not None
     assert not run.is_oversubscribed
@@ -94,7 +96,9 @@ def test_losses_are_compared_with_one_process_in_the_same_round() -> None:
     first = make_run(losses=[2.0, 1.0])
     second = make_run(repeat=1, losses=[3.0, 2.0])
     runs = {"one process": [first, second]}
-    runs["tensor=2"] = [make_run(losses=[2.0, 1.25]), make_run(repeat=1, losses=[3.5, 2.0])]
+    divided = make_run(losses=[2.0, 1.25])
+    divided_again = make_run(repeat=1, losses=[3.5, 2.0])
+    runs["tensor=2"] = [divided, divided_again]
     runs["fsdp=2"] = [make_run(repeat=2)]
     rows = summarize(runs)
     assert [row.loss_difference for row in rows] == [0, 0.5, None]
@@ -104,7 +108,8 @@ def test_times_are_the_median_and_quartiles_over_all_rounds() -> None:
     first = make_run(step_seconds=[0.1, 0.2])
     second = make_run(repeat=1, step_seconds=[0.3, 0.4, 0.5])
     (row,) = summarize({"one process": [first, second]})
-    cells = dict(zip(strategies.list_heads(row.runs[0]), row.format_cells(), strict=True))
+    heads = strategies.list_heads(row.runs[0])
+    cells = dict(zip(heads, row.format_cells(), strict=True))
     assert cells["ms per step"] == "300 [200..400]"
     assert cells["samples/s"] == "33"
 
@@ -119,7 +124,8 @@ def make_runs() -> dict[str, list[StrategyRun]]:
 
 
 def test_the_answers_name_the_best_strategy_for_each_question() -> None:
-    assert answer_questions(summarize(make_runs())) == {
+    answers = answer_questions(summarize(make_runs()))
+    assert answers == {
         "fastest": "2: tensor=2",
         "least memory per rank": "3: fsdp=2",
         "fewest bytes sent": "4: replicas=2",
@@ -129,7 +135,8 @@ def test_the_answers_name_the_best_strategy_for_each_question() -> None:
 def test_of_strategies_with_similar_memory_the_faster_one_is_recommended() -> None:
     runs = make_runs()
     runs["fsdp=2 reshard=false"] = [make_run(state_bytes=2.01e6, step_seconds=[0.15])]
-    assert answer_questions(summarize(runs))["least memory per rank"] == "5: fsdp=2 reshard=false"
+    answers = answer_questions(summarize(runs))
+    assert answers["least memory per rank"] == "5: fsdp=2 reshard=false"
 
 
 def test_without_memory_only_the_fastest_strategy_is_known() -> None:
@@ -153,4 +160,5 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
     assert "(oversubscribed): 4 ranks share 2 cores" in out
     assert "threads per rank: 2 with 1 rank, 1 with 2 ranks, 1 with 4 ranks" in out
     assert "in 1 round" in out
-    assert "on 2 cores (oversubscribed)" in (tmp_path / "strategies.svg").read_text()
+    figure = (tmp_path / "strategies.svg").read_text()
+    assert "on 2 cores (oversubscribed)" in figure
