@@ -32,13 +32,13 @@ from common.api import Run, build_optimizer, init_network, start
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.shards import set_up_shards
 from common.techniques.data_parallel.single_process_baseline import report_scaling
-from common.techniques.recompute import recompute_blocks
 from configs.ddp_multinode import Config
 
 from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
+from torch.optim import Optimizer
 
 
 def list_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -79,6 +79,10 @@ def shard_model(cfg: Config, model: nn.Module, run: Run) -> None:
 
 def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     """Replicate the model on every rank (DDP), or shard parameters, gradients and optimizer state (FSDP2)."""
+    if cfg.memory.recompute != "none":
+        from common.techniques.recompute import recompute_blocks  # imported here because few runs recompute
+
+        recompute_blocks(model, cfg.memory.recompute)  # residual blocks discard activations until backward needs them
     if cfg.sync_batchnorm:
         model = sync_batchnorm.convert_sync_batchnorm(model, run.device)
     set_up_shards(cfg.sharding, run, model)  # with shards=auto, the speed of each rank is measured before step 1
@@ -97,15 +101,20 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     return replica
 
 
-def main(cfg: Config, run: Run) -> None:
-    network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
-    recompute_blocks(network, cfg.memory.recompute)  # residual blocks discard activations until backward needs them
-    model = wrap_model(cfg, network.to(run.device, run.dtype), run)
+def make_optimizer(cfg: Config, model: nn.Module, run: Run) -> Optimizer:
+    """Return the optimizer. With zero1=true, the ranks divide its state."""
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     if cfg.state_sharding.zero1:
         from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
 
         divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks
+    return optimizer
+
+
+def main(cfg: Config, run: Run) -> None:
+    network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
+    model = wrap_model(cfg, network.to(run.device, run.dtype), run)
+    optimizer = make_optimizer(cfg, model, run)
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
     run.register(network, optimizer, batches, replicated=True)
 

@@ -30,13 +30,15 @@ class ObservedModule(Protocol):
 class SavedTensor:
     """A tensor that autograd keeps for the backward pass. It is released when autograd frees it."""
 
-    def __init__(self, tensor: Tensor, address: int, release: Callable[[int], None]) -> None:
+    def __init__(self, tensor: Tensor, address: int | None, release: Callable[[int], None]) -> None:
+        """Keep a tensor. `address` is None if the tensor is not counted."""
         self.tensor = tensor.detach()  # an output of a node would otherwise keep its own node alive
         self.address = address
         self.release = release
 
     def __del__(self) -> None:
-        self.release(self.address)
+        if self.address is not None:
+            self.release(self.address)
 
 
 class SavedTensors:
@@ -93,7 +95,10 @@ class SavedTensors:
         storage = tensor.untyped_storage()
         has_own_size = tensor.dtype == torch.int64 or storage.data_ptr() in self.input_storages
         address = tensor.data_ptr() if has_own_size else storage.data_ptr()
-        if address not in self.sizes and address not in self._list_parameter_addresses():
+        if address not in self.sizes:
+            # The address of a parameter may be that of an activation later, because fully_shard frees parameters.
+            if address in self._list_parameter_addresses():
+                return SavedTensor(tensor, None, self._release)
             self.sizes[address] = tensor.nbytes if has_own_size else storage.nbytes()
             self.bytes += self.sizes[address]
             self._update_peak()

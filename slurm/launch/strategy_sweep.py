@@ -22,7 +22,7 @@ from configs.strategies import Settings, Strategies
 from configs.sweeps import strategies as strategy_grid
 from slurm.arguments import check_experiment_name, parse_count
 from slurm.launch.sweep_file import SweepPlan, SweepPoint, make_point
-from slurm.launch.sweep_folder import SweepFolder
+from slurm.launch.sweep_folder import REFUSED, SweepFolder
 from slurm.reports import strategies as strategy_report
 
 GRID_FILE = Path("configs", "sweeps", "strategies.py")
@@ -131,10 +131,10 @@ def make_sweep_name(experiment: str, ranks: int, given: Mapping[str, Any]) -> st
     return f"{name}-{digest[:4]}"
 
 
-def print_refused(plan: SweepPlan) -> None:
-    """Print the strategies that the checks refuse, with the reasons."""
+def print_refused(refused: Mapping[str, str]) -> None:
+    """Print the strategies that are refused, with the reasons, which are given by label."""
     labels: dict[str, list[str]] = {}
-    for label, reason in plan.refused.items():
+    for label, reason in refused.items():
         labels.setdefault(reason, []).append(label)
     for reason, members in labels.items():
         others = f" and {len(members) - 1} more" if len(members) > 1 else ""
@@ -145,17 +145,22 @@ def report_strategies(sweep: SweepFolder) -> None:
     """Print the table of the strategies, and draw time against memory, as far as their runs have finished."""
     runs: dict[str, list[strategy_report.StrategyRun]] = {}
     missing = []
+    refused = {}
     for point in sweep.plan.points:
         folder = sweep.find_run_folder(point)
         run = strategy_report.read_run(folder, point.repeat) if folder is not None else None
-        if run is None:
-            missing.append(f"{point.label} ({sweep.read_state(point).lower()})")
-        else:
+        state = sweep.read_state(point)
+        if run is not None:
             runs.setdefault(point.label, []).append(run)
+        elif state == REFUSED:
+            refused[point.label] = sweep.read_reason(point)
+        else:
+            missing.append(f"{point.label} ({state.lower()})")
     if len(runs) < 2:
         print("the table needs one process and another strategy; repeat the command when their runs have finished")
         return
     strategy_report.print_report(sweep.plan.experiment, runs, sweep.path)
+    print_refused(refused)
     if missing:
         print(f"not in the table: {format_count(len(missing), 'run')}: {', '.join(missing)}")
     print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

@@ -32,7 +32,7 @@ from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_sett
 from slurm.launch import strategy_sweep, submit, sweep_file
 from slurm.launch.strategy_sweep import StrategyRequest
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
-from slurm.launch.sweep_folder import SweepFolder, lock_sweep
+from slurm.launch.sweep_folder import REFUSED, SweepFolder, lock_sweep
 from slurm.reports import liveness, status
 from slurm.scheduling import sbatch, submission
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
@@ -164,8 +164,8 @@ def follow_sweep(sweep: SweepFolder) -> int:
                 if printed.get(point.key) != states[point.key]:
                     print(f"  {states[point.key]:<9}  {point.label}", flush=True)
             printed = states
-            if all(state in (*status.FINAL_STATES, "MISSING") for state in states.values()):
-                return 0 if all(state == "FINISHED" for state in states.values()) else 1
+            if all(state in (*status.FINAL_STATES, "MISSING", REFUSED) for state in states.values()):
+                return 0 if all(state in ("FINISHED", REFUSED) for state in states.values()) else 1
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         print(f"\nstopped following; the jobs continue. To compare them, use make compare SWEEP={sweep.plan.name}")
@@ -225,7 +225,7 @@ def run_points_locally(
                 cell = sweep.cells[point.key]
                 cell["state"] = state.lower()
                 sweep.save()
-                has_failed |= process.returncode != 0
+                has_failed |= process.returncode != 0 and state != REFUSED
                 if stops_with_run and process.returncode in STOPPED_STATUSES:
                     stopped_status = process.returncode
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
@@ -284,7 +284,7 @@ def main(args: argparse.Namespace) -> int:
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
     if dry_run:
         print_points(SweepFolder(path, plan))
-        strategy_sweep.print_refused(plan)
+        strategy_sweep.print_refused(plan.refused)
         return 0
 
     with lock_sweep(path):
@@ -292,7 +292,7 @@ def main(args: argparse.Namespace) -> int:
         states = sweep.read_states()
         point_runs = choose_points(sweep, states, retry_failed)
         print_sweep_summary(sweep, states, len(point_runs))
-        strategy_sweep.print_refused(plan)
+        strategy_sweep.print_refused(plan.refused)
         if "FAILED" in states.values() and not retry_failed:
             print("  to run the failed points again, set FAILED=1", flush=True)
         point_runs = omit_points_with_running_attempts(point_runs)

@@ -13,9 +13,13 @@ from typing import Any
 from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors, write_json
 from common.system.errors import UserError
+from common.system.exit_status import EXIT_REFUSED
 from slurm.launch import sweep_file
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
 from slurm.reports import selection, status
+
+REFUSED = "REFUSED"
+"""State of a strategy that its run has refused, for example because a custom network does not have what it needs."""
 
 
 class SweepFolder:
@@ -44,7 +48,17 @@ class SweepFolder:
 
     def read_state(self, point: SweepPoint) -> str:
         folder = self.find_run_folder(point)
-        return "MISSING" if folder is None else status.read_state(folder)[0]
+        if folder is None:
+            return "MISSING"
+        state = status.read_state(folder)[0]
+        is_refused = self.plan.compares_strategies and (folder.result or {}).get("exit_status") == EXIT_REFUSED
+        return REFUSED if state == "FAILED" and is_refused else state
+
+    def read_reason(self, point: SweepPoint) -> str:
+        """Return why the newest run of a point has failed, or an empty text."""
+        folder = self.find_run_folder(point)
+        result = folder.result if folder is not None else None
+        return str((result or {}).get("reason", ""))
 
     def record_run(self, point: SweepPoint, folder: RunFolder, state: str) -> None:
         """Record the run of a point. If the point already had another run, list that run under `earlier`."""

@@ -35,7 +35,7 @@ class ClippingStep(Step):
     """A step outside of a run, whose logged values are discarded."""
 
     def __init__(self) -> None:
-        self.run: Any = SimpleNamespace(cfg=AmpConfig())
+        self.run: Any = SimpleNamespace(cfg=AmpConfig(), state=SimpleNamespace(has_stages=False))
         self.values = {}
 
 
