@@ -52,7 +52,7 @@ def test_a_refused_strategy_is_listed_with_the_reason(capsys: pytest.CaptureFixt
     sweep = plan("static_graph=true")
     labels = [point.label for point in sweep.points]
     assert "processes_per_node=4 strategy=fsdp" not in labels
-    print_refused(sweep)
+    print_refused(sweep.refused)
     assert capsys.readouterr().out == (
         "  not available: processes_per_node=4 strategy=fsdp: static_graph applies to DDP only; use strategy=ddp or "
         "omit static_graph\n"
@@ -62,7 +62,7 @@ def test_a_refused_strategy_is_listed_with_the_reason(capsys: pytest.CaptureFixt
 def test_a_batch_that_the_ranks_cannot_divide_leaves_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = plan("batch=63", ranks="2")
     assert [point.label for point in sweep.points] == ["one process"]
-    print_refused(sweep)
+    print_refused(sweep.refused)
     out = capsys.readouterr().out
     assert "processes_per_node=2 strategy=ddp and 4 more: batch=63 cannot be divided evenly" in out
 
