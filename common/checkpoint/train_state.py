@@ -167,7 +167,7 @@ class TrainState:
         """
         has_state = [bool(optimizer.state.get(parameter)) for _, parameter in self.parameters]
         earlier_peers: list[list[bool]] = []
-        if peers is not None:
+        if peers is not None and peers.size > 1:
             earlier_peers = peers.all_gather(has_state)[: peers.rank]
         names = []
         for number, (name, _) in enumerate(self.parameters):
