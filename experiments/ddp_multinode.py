@@ -32,6 +32,7 @@ from common.api import Run, build_optimizer, init_network, start
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.shards import set_up_shards
 from common.techniques.data_parallel.single_process_baseline import report_scaling
+from common.techniques.data_parallel.state_report import report_state_bytes
 from configs.ddp_multinode import Config
 
 from collections import Counter
@@ -126,7 +127,7 @@ def main(cfg: Config, run: Run) -> None:
             step.clip_gradients(model.parameters(), cfg.regularization.clip)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             optimizer.step()
-    run.report(*report_scaling(cfg, run, model))
+    run.report(*report_scaling(cfg, run, model), report_state_bytes(optimizer, run.world))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ may be partial. Some devices get no samples if a partial batch has fewer samples
 from __future__ import annotations
 
 from common.api import Run, build_optimizer, init_network, start
-from common.measure.memory import report_state_bytes
 from common.ranks.rendezvous import World
 from common.runs.result import Report
 from common.system.text import format_count
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.device_report import report_devices
 from common.techniques.data_parallel.single_process_baseline import StepVariant, measure_variant_throughputs
+from common.techniques.data_parallel.state_report import report_state_bytes
 from common.techniques.recompute import recompute_blocks
 from common.training.loop import Step
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from common.data.loader import Loader
-from common.measure.memory import describe_peak_memory, report_state_bytes
+from common.measure.memory import describe_peak_memory
 from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
@@ -177,11 +177,9 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         samples = auto_shards.average_local_samples(run.resumed_after + 1, run.step)
     times = gather_step_times(run.world, run.times, samples)
     shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.sharding.shards == ["equal"] else ""
-    assert run.state is not None and run.state.optimizer is not None
     return [
         ReportData({"strategy": f"{cfg.strategy}, {get_network_name(cfg.model)}, batch {cfg.batch}{shards}"}),
         *report_rank_differences(cfg.sharding, run),
-        report_state_bytes(run.state.optimizer, run.world),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
         ScalingReport(times, run.world.hosts, run.compute_step_seconds(), communication, single_rank_seconds),
     ]

@@ -39,8 +39,10 @@ def check_schedule_of_config(settings: HasPipeline) -> None:
     pipeline = settings.make_pipeline_config()
     if pipeline.engine != "own":
         return
-    plan = make_schedule(pipeline)
-    if any(action.kind == "I" for actions in plan for action in actions):
+    kinds: set[str] = set()
+    for actions in make_schedule(pipeline):
+        kinds.update(action.kind for action in actions)
+    if "I" in kinds:
         try:
             settings.check_split_backward()
         except ValueError as error:

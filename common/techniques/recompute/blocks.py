@@ -107,7 +107,7 @@ def list_blocks(network: nn.Module) -> list[nn.Module]:
     if isinstance(blocks, nn.ModuleList | list | tuple):
         return [block for block in blocks if isinstance(block, nn.Module)]
     if isinstance(network, nn.Sequential):
-        return [layer for layer in network if any(True for _ in layer.children())]
+        return [layer for layer in network if list(layer.children())]
     return []
 
 

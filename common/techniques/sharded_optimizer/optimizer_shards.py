@@ -97,10 +97,10 @@ class OptimizerShards(StepHook):
                 dtype = torch.promote_types(dtype, parameter.dtype)
 
         # All-gathers need equal sizes, so each shard is padded to the size of the largest one.
-        sizes = [sum(tensor.numel() for tensor in shard) for shard in shards]
+        size = max(map(count_values, shards))
         device = self.parameters[0].device
-        gathered = torch.empty(self.ranks * max(sizes), dtype=dtype, device=device)
-        updated = torch.zeros(max(sizes), dtype=dtype, device=device)
+        gathered = torch.empty(self.ranks * size, dtype=dtype, device=device)
+        updated = torch.zeros(size, dtype=dtype, device=device)
         for tensor, part in zip(shards[self.rank], split_like(updated, shards[self.rank]), strict=True):
             part.copy_(tensor)
         dist.all_gather_into_tensor(gathered, updated, group=self.group)
@@ -109,6 +109,11 @@ class OptimizerShards(StepHook):
             if rank != self.rank:
                 for tensor, part in zip(shards[rank], split_like(flat, shards[rank]), strict=True):
                     tensor.copy_(part)
+
+
+def count_values(tensors: Sequence[Tensor]) -> int:
+    """Return the number of values of all tensors together."""
+    return sum(tensor.numel() for tensor in tensors)
 
 
 def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
