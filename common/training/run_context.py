@@ -195,6 +195,14 @@ class RunContext(RunData):
         self.recovery = recovery
         self.hooks.append(recovery)
 
+    def choose_metered_modules(self, modules: Sequence[nn.Module], shared_memory_bytes: int) -> None:
+        """Measure the memory of other modules than those that are registered. Call this method before `register`.
+
+        `shared_memory_bytes` is the number of bytes that this rank sends through shared memory in each step.
+        """
+        self.metered_modules = modules
+        self.shared_memory_bytes = shared_memory_bytes
+
     def add_step_meter(self) -> StepMeter:
         """Measure the memory and the messages of this rank in one step of this attempt (`log.memory`, by default 1).
 
