@@ -196,10 +196,7 @@ class RunContext(RunData):
         self.hooks.append(recovery)
 
     def choose_metered_modules(self, modules: Sequence[nn.Module], shared_memory_bytes: int) -> None:
-        """Measure the memory of other modules than those that are registered. Call this method before `register`.
-
-        `shared_memory_bytes` is the number of bytes that this rank sends through shared memory in each step.
-        """
+        """Measure the memory of these modules, and bytes sent through shared memory in a step. Call before `register`."""
         self.metered_modules = modules
         self.shared_memory_bytes = shared_memory_bytes
 
