@@ -36,7 +36,7 @@ STRATEGIES = Strategies(
         "tensor": ({}, {"sequence": "true"}),
     },
     # Eight blocks for up to eight stages, and a batch for up to four shards of eight microbatches.
-    options=({}, {"recompute": "blocks"}, {"recompute": "selective"}),
+    options=({}, {"recompute": "blocks"}),
     run={
         "layers": "8",
         "batch": "32",

@@ -196,7 +196,7 @@ class RunContext(RunData):
         self.hooks.append(recovery)
 
     def choose_metered_modules(self, modules: Sequence[nn.Module], shared_memory_bytes: int) -> None:
-        """Measure the memory of these modules, and bytes sent through shared memory in a step. Call before `register`."""
+        """Measure the memory of these modules, and the bytes that a step sends through shared memory."""
         self.metered_modules = modules
         self.shared_memory_bytes = shared_memory_bytes
 
