@@ -62,9 +62,9 @@ def build_model(cfg: Config, run: Run) -> Any:
 def main(cfg: Config, run: Run) -> None:
     network = build_model(cfg, run)
     parallel = parallelize(network, cfg.layout, run)  # replaces layers, and divides parameters among the ranks
-    optimizer = build_optimizer(network.parameters(), cfg.optim)
     if cfg.state_sharding.zero1:
-        divide_optimizer_state(run, optimizer, parallel.copies)  # each rank updates some parameters, and sends them
+        divide_optimizer_state(run, parallel.copies)  # each rank updates some parameters, and sends them
+    optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=True)
     meter = StepMeter(network, optimizer)  # measures memory and messages of the first step
