@@ -39,7 +39,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
-from torch.optim import Optimizer
 
 
 def list_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -99,22 +98,17 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
         find_unused_parameters=cfg.find_unused_parameters,
     )
     ddp.register_comm_hook(replica, cfg.communication, cfg.powersgd_rank)
-    return replica
-
-
-def divide_state(cfg: Config, optimizer: Optimizer, run: Run) -> None:
-    """Divide the state of the optimizer among the ranks with zero1=true."""
     if cfg.state_sharding.zero1:
         from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
 
-        divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks
+        divide_optimizer_state(run)  # each rank updates some parameters, and sends them to the other ranks
+    return replica
 
 
 def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    divide_state(cfg, optimizer, run)
     batches = run.batches(shard=run.shard)  # rank r reads shard r of every batch
     run.register(network, optimizer, batches, replicated=True)
 

@@ -69,9 +69,9 @@ def main(cfg: Config, run: Run) -> None:
     recompute_blocks(network, cfg.memory.recompute)  # discards activations, and computes them again in backward
     autocast = torch.autocast(run.device.type, torch.bfloat16, enabled=cfg.precision == "bf16")
     parallel = parallelize(network, cfg.layout, run, autocast)  # divides layers and parameters among the ranks
-    optimizer = build_optimizer(network.parameters(), cfg.optim)
     if cfg.state_sharding.zero1:
-        divide_optimizer_state(run, optimizer, parallel.copies)  # each rank updates some parameters, and sends them
+        divide_optimizer_state(run, parallel.copies)  # each rank updates some parameters, and sends them
+    optimizer = build_optimizer(network.parameters(), cfg.optim)
     batches = run.microbatches(cfg.accumulate, shard=parallel.data_shard)  # a list of microbatches for each step
     run.register(network, optimizer, batches, replicated=parallel.peers is None, peers=parallel.peers)
     meter = run.add_step_meter()  # measures memory and messages of the first step

@@ -71,6 +71,10 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run, *, trains: bool = True) 
         model = sync_batchnorm.accept_empty_batches(model)  # a rank may get no samples from a partial batch
         if not trains:
             return ddp.wrap_ddp(model, run.device, gradient_as_bucket_view=True)
+        if cfg.state_sharding.zero1:
+            from common.techniques.sharded_optimizer import divide_optimizer_state  # few runs need this module
+
+            divide_optimizer_state(run)  # each rank updates some parameters, and sends them to the other ranks
         return ddp.replicate(model, run, gradient_as_bucket_view=True)
     if cfg.strategy == "data_parallel":
         gpus = list_gpus(run.world)
@@ -117,10 +121,6 @@ def main(cfg: Config, run: Run) -> None:
     model = wrap_model(cfg, inner_model, run)
     forward = choose_forward(cfg, model, run.world)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
-    if cfg.state_sharding.zero1:
-        from common.techniques.sharded_optimizer import divide_optimizer_state  # imported here because few runs use it
-
-        divide_optimizer_state(run, optimizer)  # each rank updates some parameters, and sends them to the other ranks
     batches = run.batches(shard=run.shard, keep_partial=cfg.last_batch == "keep")
     run.register(inner_model, optimizer, batches, replicated=True)
 

@@ -136,7 +136,8 @@ def test_a_custom_network_is_trained_and_sampled(tmp_path: Path) -> None:
     write_sentences(tmp_path / "text.txt")
     file = tmp_path / "recurrent.py"
     file.write_text(CUSTOM_NETWORK)
-    completed = train(tmp_path, f"model={file}:Recurrent", "steps=20", "evaluate_every=0")
+    completed = train(tmp_path, f"model={file}:Recurrent", "steps=20", "evaluate_every=0", "zero1=true")
+    assert "replicas=2 fsdp=1 context=1 tensor=1 zero1=true\n" in completed.stdout
     assert completed.losses[-1] < completed.losses[0]
     options = ("--text=a", "--temperature=0")
     sampled = sample(completed.folder.path, *options).stdout

@@ -20,21 +20,39 @@ from common.training.hooks import StepHook
 from common.training.run_context import RunContext
 
 
-def divide_optimizer_state(run: RunContext, optimizer: Optimizer, group: dist.ProcessGroup | None = None) -> None:
+def divide_optimizer_state(run: RunContext, group: dist.ProcessGroup | None = None) -> None:
     """Let each rank of a group keep the optimizer state of some parameters, and update only these parameters.
 
     The ranks of `group`, by default all ranks, must have equal parameters and gradients. After each step of the
-    optimizer, every rank receives the parameters that the other ranks have updated. The optimizer must update each
-    parameter independently of the others, like those of torch. Call this function on all ranks before the first step.
+    registered optimizer, every rank receives the parameters that the other ranks have updated. The optimizer must
+    update each parameter independently of the others, like those of torch. All ranks must call this function before the
+    first step.
     """
     if group is None:
         group = dist.group.WORLD
     assert group is not None
-    run.add_hook(OptimizerShards(optimizer, group))
+    run.add_hook(OptimizerDivision(run, group))
 
 
-class OptimizerShards(StepHook):
-    """Hook that divides the state of an optimizer among the ranks of a group.
+class OptimizerDivision(StepHook):
+    """Hook that divides the state of a run's optimizer among the ranks of a group."""
+
+    def __init__(self, run: RunContext, group: dist.ProcessGroup) -> None:
+        self.run = run
+        self.group = group
+        self.shards: OptimizerShards | None = None
+
+    def before_load(self) -> None:
+        assert self.run.state is not None and self.run.state.optimizer is not None
+        self.shards = OptimizerShards(self.run.state.optimizer, self.group)
+
+    def on_start(self) -> None:
+        assert self.shards is not None
+        self.shards.start()
+
+
+class OptimizerShards:
+    """Shards of an optimizer's state, one for each rank of a group.
 
     The optimizer has all parameters, but during its step, only the parameters of this rank have gradients. An optimizer
     creates no state for a parameter without a gradient. A checkpoint therefore contains the states of all ranks, under
@@ -56,7 +74,7 @@ class OptimizerShards(StepHook):
         """During a step of the optimizer, the parameters of other ranks and their gradients."""
         optimizer.register_load_state_dict_pre_hook(self._select_local_state)
 
-    def on_start(self) -> None:
+    def start(self) -> None:
         """Install the hooks of the optimizer's step, after the hooks that need the gradients of all parameters."""
         self._drop_states_of_other_ranks()
         self.optimizer.register_step_pre_hook(lambda *_: self._hide_gradients_of_other_ranks())

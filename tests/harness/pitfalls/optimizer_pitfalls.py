@@ -55,7 +55,7 @@ def build(world: World, seed: int) -> tuple[nn.Module, Optimizer]:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     optimizer = build_optimizer(model.parameters(), Optim(name="adam", lr=0.1))
     assert dist.group.WORLD is not None
-    OptimizerShards(optimizer, dist.group.WORLD).on_start()
+    OptimizerShards(optimizer, dist.group.WORLD).start()
     return model, optimizer
 
 

@@ -101,7 +101,7 @@ def train_divided(build: Build, group: dist.ProcessGroup) -> tuple[list[Tensor],
         in_step.append(list_parameters_with_state(optimizer, parameters))
 
     optimizer.register_step_post_hook(record_states)
-    OptimizerShards(optimizer, group).on_start()
+    OptimizerShards(optimizer, group).start()
     take_steps(parameters, optimizer)
     with_state = list_parameters_with_state(optimizer, parameters)
     values = [parameter.detach() for parameter in parameters]
@@ -131,7 +131,7 @@ def test_states_of_other_ranks_are_dropped_before_the_first_step() -> None:
     def start(group: dist.ProcessGroup) -> list[int]:
         parameters = build_parameters()
         optimizer = EagerMomentum(parameters)
-        OptimizerShards(optimizer, group).on_start()
+        OptimizerShards(optimizer, group).start()
         return list_parameters_with_state(optimizer, parameters)
 
     assert on_two_ranks(start) == [[0, 2], [1, 3, 4]]
@@ -168,7 +168,7 @@ def test_a_rank_may_have_no_parameters() -> None:
     def train(group: dist.ProcessGroup) -> tuple[Tensor, int]:
         parameter = nn.Parameter(torch.ones(3))
         optimizer = build_optimizer([parameter], Optim(name="adam", lr=0.1))
-        OptimizerShards(optimizer, group).on_start()
+        OptimizerShards(optimizer, group).start()
         parameter.grad = torch.ones(3)
         optimizer.step()
         return parameter.detach(), len(optimizer.state)
