@@ -13,7 +13,7 @@ from common.data import prepare
 from common.data.prepare import PreparedDataset
 from common.system.errors import UserError
 from common.training import custom_training, training_trial
-from configs import ddp_multinode, local_sgd, mnist_pipeline, resnet_modelparallel
+from configs import ddp_multinode, mnist_pipeline, resnet_modelparallel
 
 NETWORK = """from torch import nn
 
@@ -154,6 +154,10 @@ def test_a_bad_network_is_refused(
     assert str(caught.value).startswith(model)
 
 
+WITHOUT_DDP = {"local_sgd", "param_server"}
+"""Experiments that accept such parameters without a setting. Each of them can be deleted."""
+
+
 def test_parameters_without_gradients_are_accepted_where_they_can_be_trained(
     tmp_path: Path, data_sets: dict[str, PreparedDataset]
 ) -> None:
@@ -162,7 +166,8 @@ def test_parameters_without_gradients_are_accepted_where_they_can_be_trained(
     )
     model, _ = write_files(tmp_path, text)
     try_settings(data_sets, "labels", model, "find_unused_parameters=true")
-    try_settings(data_sets, "labels", model, schema=local_sgd.Config)
+    for name in WITHOUT_DDP & set(config.list_experiments()):
+        try_settings(data_sets, "labels", model, schema=config.import_schema(name))
 
 
 LOSSES = 'F.cross_entropy(outputs, targets, reduction="none")'
