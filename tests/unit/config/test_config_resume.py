@@ -14,7 +14,6 @@ from common.config.config_keys import replace_values
 from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as DataParallelConfig
-from configs.gpt_parallel import Config as GptConfig
 from configs.mnist_pipeline import Config
 from tests.unit.config.conftest import create_run, get_refusal
 
@@ -75,18 +74,6 @@ def test_a_restarted_attempt_may_choose_again(run_with_choices: Path) -> None:
     restarted = StartedRanks(ranks=2, nodes=1, is_restart=True)
     settings = load_config(Config, ["--resume", str(run_with_choices), "split=[]"], {}, restarted)
     assert settings.pipeline.split == []
-
-
-def test_a_resumed_run_may_recompute_other_activations(tmp_path: Path) -> None:
-    run = create_run(tmp_path, load_config(GptConfig, ["recompute=blocks"], {}))
-    resumed = load_config(GptConfig, ["--resume", str(run), "recompute=selective"], {})
-    assert resumed.memory.recompute == "selective"
-    assert config.find_changes(run, resumed) == {"recompute": ("blocks", "selective")}
-
-    file = run / "config.yaml"
-    file.write_text(file.read_text().replace("recompute: blocks\n", ""))  # as in runs of older versions
-    resumed = load_config(GptConfig, ["--resume", str(run)], {})
-    assert resumed.memory.recompute == "none"
 
 
 def test_an_invalid_file_of_choices_is_refused(run_with_choices: Path) -> None:
@@ -165,12 +152,3 @@ def test_setting_the_automatic_number_of_ranks_is_not_a_change(
     run = create_run(tmp_path, load_config(DataParallelConfig, old_arguments.split(), {}))
     resumed = load_config(DataParallelConfig, [f"--resume={run}", *new_arguments.split()], {})
     assert bool(config.find_changes(run, resumed)) is is_change
-
-
-@pytest.mark.parametrize(
-    "change", ["width=64", "layers=2", "heads=2", "key_value_heads=2", "hidden=64", "activation=gelu", "tied=false"]
-)
-def test_the_network_of_a_resumed_run_cannot_change(change: str, tmp_path: Path) -> None:
-    run = create_run(tmp_path, load_config(GptConfig, [], {}))
-    with pytest.raises(UserError, match=f"^{change.partition('=')[0]} cannot change when a run is resumed: it was"):
-        load_config(GptConfig, [f"--resume={run}", change], {})
