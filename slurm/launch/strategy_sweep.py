@@ -156,11 +156,11 @@ def report_strategies(sweep: SweepFolder) -> None:
             refused[point.label] = sweep.read_reason(point)
         else:
             missing.append(f"{point.label} ({state.lower()})")
+    print_refused(refused)
     if len(runs) < 2:
-        print("the table needs one process and another strategy; repeat the command when their runs have finished")
+        print("too few finished runs for a table: one process and another strategy are needed; repeat the command")
         return
     strategy_report.print_report(sweep.plan.experiment, runs, sweep.path)
-    print_refused(refused)
     if missing:
         print(f"not in the table: {format_count(len(missing), 'run')}: {', '.join(missing)}")
     print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

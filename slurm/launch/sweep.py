@@ -49,7 +49,7 @@ def choose_points(sweep: SweepFolder, states: dict[str, str], retry_failed: bool
     point_runs: list[PointRun] = []
     for point in sweep.plan.points:
         state = states[point.key]
-        if state == ("FAILED" if retry_failed else "MISSING"):
+        if state in (("FAILED", REFUSED) if retry_failed else ("MISSING",)):
             point_runs.append((point, None))
         elif state in RESUMABLE_STATES and not retry_failed:
             point_runs.append((point, sweep.find_run_folder(point)))

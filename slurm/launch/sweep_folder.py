@@ -51,8 +51,7 @@ class SweepFolder:
         if folder is None:
             return "MISSING"
         state = status.read_state(folder)[0]
-        is_refused = self.plan.compares_strategies and (folder.result or {}).get("exit_status") == EXIT_REFUSED
-        return REFUSED if state == "FAILED" and is_refused else state
+        return REFUSED if state == "FAILED" and self.plan.compares_strategies and is_refused(folder) else state
 
     def read_reason(self, point: SweepPoint) -> str:
         """Return why the newest run of a point has failed, or an empty text."""
@@ -94,6 +93,12 @@ class SweepFolder:
                 self.cells[key]["state"] = state.lower()
         self.save()
         return states
+
+
+def is_refused(folder: RunFolder) -> bool:
+    """Return whether a run has ended before its first step, because of its settings."""
+    result = folder.result or {}
+    return (result.get("exit_status"), result.get("cause"), result.get("last_step")) == (EXIT_REFUSED, "other", 0)
 
 
 def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:

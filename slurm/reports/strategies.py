@@ -243,9 +243,12 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
     number = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
     lines = [
         f"step time: median [quartiles] of {number} steps after the first ones, in {format_count(rounds, 'round')}",
-        "memory: training state and activations of the rank that needs most; sent: most bytes of a rank in a step",
+        "memory: training state and activations of the rank that needs most memory",
+        "sent: bytes per step of the rank that sends most",
         "loss difference: largest difference of a step's loss from that of one process",
     ]
+    if rounds == 1:
+        lines.append("with one round, times are affected by other programs; use ROUNDS=5 before you compare them")
     threads = {(run.ranks, run.threads) for run in runs}
     if len({count for _, count in threads}) > 1:
         texts = [f"{count} with {format_count(ranks, 'rank')}" for ranks, count in sorted(threads)]

@@ -24,7 +24,7 @@ class Net(nn.Module):
         return self.head(self.vectors(tokens).relu())
 """
 SETTINGS = (
-    "data.context=16 batch=8 steps=6 optim.warmup=0 data.test_limit=8 eval_batch=8 log.progress=none launch.threads=1"
+    "data.context=16 batch=16 steps=6 optim.warmup=0 data.test_limit=8 eval_batch=8 log.progress=none launch.threads=1"
 )
 
 
@@ -40,7 +40,7 @@ def test_a_custom_network_is_compared_in_every_legal_strategy(tmp_path: Path, ca
     (tmp_path / "net.py").write_text(BIGRAM_MODEL)
     out = compare_strategies(tmp_path, cache).stdout
     assert "5 points of gpt_parallel (5 missing); 5 to run now" in out
-    assert "not available: stages=2 schedule=1f1b accumulate=8 and 14 more: tensor, context, fsdp and stages" in out
+    assert "not available: stages=2 schedule=1f1b and 14 more: tensor, context, fsdp and stages" in out
     assert "not available: one process recompute=blocks and 1 more: recompute=blocks: the network Net has no blo" in out
     assert out.count("REFUSED") == 2
     for number, label in enumerate(("one process", "replicas=2", "replicas=2 zero1=true"), 1):

@@ -8,15 +8,14 @@ from torch import nn
 
 from common.models import networks
 from common.models.zero_channels import count_parameters, remove_zero_channels
-from common.techniques.pruning import pruning_masks
 
 
 @torch.no_grad()
 def prune_half_of_the_channels(model: nn.Module) -> None:
     weights = [layer.weight for layer in model.modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    masks = pruning_masks.make_channel_masks([weight.abs() for weight in weights], 0.5)
-    for weight, mask in zip(weights, masks, strict=True):
-        weight.mul_(mask)
+    for weight in weights[:-1]:  # the last layer has one channel per class
+        sums = weight.abs().flatten(1).sum(1)
+        weight[sums.argsort()[: len(sums) // 2]] = 0
 
 
 def build_model(name: str) -> nn.Sequential:
