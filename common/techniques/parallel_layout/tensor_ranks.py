@@ -119,11 +119,16 @@ class ScatterTokenSums(Function):
         return all_gather_tokens(gradients[0], ctx.group), None
 
 
+def choose_sum_dtype(x: Tensor) -> torch.dtype:
+    """Return the type in which the tensors of several ranks are added: float32 for bfloat16, which would round sums."""
+    return torch.float32 if x.dtype == torch.bfloat16 else x.dtype
+
+
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of the tensors of all ranks. The argument does not change."""
-    total = x.clone(memory_format=torch.contiguous_format)
+    total = x.to(choose_sum_dtype(x), copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
-    return total
+    return total.to(x.dtype)
 
 
 def all_gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -137,10 +142,10 @@ def all_gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return this rank's shard [N, T / ranks, ...] of the sum of the tensors [N, T, ...] of all ranks."""
     ranks = group.size()
-    shards = torch.cat(x.chunk(ranks, dim=TOKEN_DIM))
+    shards = torch.cat(x.chunk(ranks, dim=TOKEN_DIM)).to(choose_sum_dtype(x))
     total = shards.new_empty(len(shards) // ranks, *shards.shape[1:])
     dist.reduce_scatter_tensor(total, shards, group=group)
-    return total
+    return total.to(x.dtype)
 
 
 def find_local_rows(tokens: Tensor, rows: int, index: int) -> tuple[Tensor, Tensor]:
