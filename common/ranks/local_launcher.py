@@ -21,6 +21,7 @@ from common.config.lookup import import_object
 from common.ranks.rank_info import RankInfo
 from common.ranks.rank_monitor import ChildRank, ImmediateStop, RankMonitor, StopSignalForwarder, kill_ranks
 from common.ranks.rendezvous_dir import create_rendezvous_dir
+from common.runs.failures import Failure
 from common.runs.folder import convert_disk_errors
 from common.system import foreign_text, host_memory
 from common.system.causes import Cause
@@ -42,13 +43,15 @@ def run_ranks(
     elastic: Elastic | None = None,
     read_log: Callable[[int], str] = lambda rank: "",
     setup_timeout: float = 60.0,
+    read_failure: Callable[[int], Failure | None] = lambda rank: None,
 ) -> int:
     """Run `body` in `size` forked ranks and return the exit status of the run.
 
     `during_start` runs in this process while the ranks start. When one rank fails, all other ranks are stopped. The
     error message or traceback of the failed rank is printed once. Errors of the other ranks appear only in their logs.
     `report_failure` is called with the reason for the failure as one line, and with the cause. `read_log` returns the
-    last lines of a rank's log, which may show why a library ended the process.
+    last lines of a rank's log, which may show why a library ended the process. `read_failure` returns the failure that
+    a rank has recorded before it was killed, if any.
 
     If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
     connect within `setup_timeout` seconds.
@@ -71,7 +74,9 @@ def run_ranks(
         if stop.number:
             stop.signal_ranks()  # the signal arrived before all ranks were forked
         during_start()
-        return RankMonitor(children, stop, report_failure, read_log, oom_kills, supervisor).wait_for_ranks()
+        return RankMonitor(
+            children, stop, report_failure, read_log, read_failure, oom_kills, supervisor
+        ).wait_for_ranks()
     except ImmediateStop as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
         return 128 + stopped.number

@@ -13,6 +13,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Protocol
 
+from common.runs.failures import Failure
 from common.system import foreign_text, host_memory
 from common.system.causes import Cause
 from common.system.exit_status import EXIT_RESUMABLE
@@ -121,6 +122,7 @@ class RankMonitor:
     stop: StopSignalForwarder
     report_failure: Callable[[str, Cause], None]
     read_log: Callable[[int], str]
+    read_failure: Callable[[int], Failure | None]
     oom_kills: int
     """Result of `host_memory.count_oom_kills` before the ranks started."""
     supervisor: RankSupervisor | None
@@ -213,6 +215,10 @@ class RankMonitor:
             problem += ": the system ran out of memory"
         elif cause is Cause.THREAD_SHORTAGE:
             problem += f": {describe_thread_shortage()}"
+        recorded = self.read_failure(child.rank)
+        if recorded is not None:  # NCCL kills a rank that waits for an unresponsive rank, which this rank has reported
+            cause = recorded.cause
+            problem = f"failed {recorded.message}"
 
         end_reason = ""
         if self.supervisor is not None:

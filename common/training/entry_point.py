@@ -28,6 +28,7 @@ from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.ranks.silent_ranks import describe_silent_ranks
 from common.runs import provenance
+from common.runs.failures import read_failure
 from common.runs.folder import RunFolder
 from common.runs.run_lock import lock_run, try_to_lock
 from common.runs.tracking import wandb_account, wandb_tracker
@@ -228,6 +229,7 @@ class ForkedRanks:
                 elastic,
                 lambda rank: read_end_of_file(folder.log_file(rank)),
                 cfg.launch.setup_timeout,
+                lambda rank: read_failure(folder, rank),
             )
         return TrainingOutcome(status, *failure)
 

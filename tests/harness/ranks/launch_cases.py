@@ -27,6 +27,9 @@ from common.backend.tls import TlsSocket
 from common.ranks import backend_setup, local_launcher, objects, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
+from common.runs.failures import Failure, read_failure, write_failure
+from common.runs.folder import RunFolder
+from common.system.causes import Cause
 from common.system.errors import UserError
 from configs.shared import Launch
 from tests.harness.ranks.programs import run_on_ranks
@@ -202,6 +205,17 @@ def rank_0_ignores_sigterm(info: RankInfo, folder: Path) -> None:
     sys.exit(3)
 
 
+def rank_0_is_killed_after_its_report(info: RankInfo, folder: Path) -> None:
+    """Like a rank on a GPU that has named an unresponsive rank and is then killed by NCCL."""
+    if info.rank == 0:
+        report = Failure(Cause.SILENT_RANK, "after step 3: rank 1 on node-1 did not answer", time.time())
+        run = RunFolder(folder)
+        run.attempt_folder.mkdir(parents=True)
+        write_failure(run, info.rank, report)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(HANG_SECONDS)
+
+
 def join_with_tls(info: RankInfo, folder: Path) -> None:
     """Join as ranks of a job: with a private store, and with TLS on all connections of the world and of a subgroup."""
     slurm_info = dataclasses.replace(info, launcher="slurm", master="localhost", attempt_id="7.0.0")
@@ -229,7 +243,13 @@ def join_with_tls(info: RankInfo, folder: Path) -> None:
         dist.barrier()
 
 
-CASES_BEFORE_JOINING = (ranks_raise_user_error, rank_1_does_not_join, rank_0_ignores_sigterm, join_with_tls)
+CASES_BEFORE_JOINING = (
+    ranks_raise_user_error,
+    rank_1_does_not_join,
+    rank_0_ignores_sigterm,
+    rank_0_is_killed_after_its_report,
+    join_with_tls,
+)
 """Cases that are called with RankInfo. All others are called with a world, which has these settings or SETTINGS:"""
 SETTINGS_OF_CASES = {rank_0_hangs: SHORT_TIMEOUTS, rank_1_aborts_the_group: LONG_TIMEOUTS}
 
@@ -237,7 +257,10 @@ SETTINGS_OF_CASES = {rank_0_hangs: SHORT_TIMEOUTS, rank_1_aborts_the_group: LONG
 def main(name: str, folder: Path) -> int:
     case = globals()[name]
     if case in CASES_BEFORE_JOINING:
-        return local_launcher.run_ranks(lambda info: case(info, folder), RANKS, 1, lambda: None)
+        run = RunFolder(folder)
+        return local_launcher.run_ranks(
+            lambda info: case(info, folder), RANKS, 1, lambda: None, read_failure=lambda rank: read_failure(run, rank)
+        )
     settings = SETTINGS_OF_CASES.get(case, SETTINGS)
     return run_on_ranks(lambda world: case(world, folder), RANKS, settings)
 

@@ -57,6 +57,12 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in process.stderr
 
 
+def test_the_report_of_a_killed_rank_is_shown(tmp_path: Path) -> None:
+    process = execute_launch_case("rank_0_is_killed_after_its_report", tmp_path)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert "failed after step 3: rank 1 on node-1 did not answer; the other 2 ranks were stopped" in process.stderr
+
+
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of 300 MB, without swap."""
