@@ -37,6 +37,8 @@ class StepMeter(StepHook):
     batches of the data loader, which share a storage, only the part of the step is counted. `peak_activations` is
     measured if blocks recompute their activations, which it includes.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
+    `peak_gradients` is the size of this rank's gradients and of all gradients of gathered parameters, when it is
+    largest.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class StepMeter(StepHook):
         self.contexts = contextlib.ExitStack()
         self.collectives = CollectiveCounter()
         self.gathered_parameters = GatheredParameters()
+        self.undivided_gradients = UndividedGradients(parts)
         self.saved_tensors = SavedTensors(parts)
         self.memory: dict[str, int] = {}
-        """Bytes by category: parameters, peak_parameters, gradients, optimizer, local, activations, peak_activations
-        (only if blocks recompute their activations), buffers."""
+        """Bytes by category: parameters, peak_parameters, gradients, peak_gradients, optimizer, local, activations,
+        peak_activations (only if blocks recompute their activations), buffers."""
 
     @property
     def sent_bytes(self) -> int:
@@ -75,8 +78,8 @@ class StepMeter(StepHook):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the training state: parameters at their peak, gradients, optimizer and local state."""
-        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer", "local"))
+        """Bytes of the training state: parameters and gradients at their peaks, optimizer and local state."""
+        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "peak_gradients", "optimizer", "local"))
 
     def before_step(self) -> None:
         """Start to observe the measured step, or start again if the step is repeated."""
@@ -87,8 +90,9 @@ class StepMeter(StepHook):
             free_gathered_parameters(part)
         self.collectives = CollectiveCounter()
         self.gathered_parameters = GatheredParameters()
+        self.undivided_gradients = UndividedGradients(self.parts)
         self.saved_tensors = SavedTensors(self.parts)
-        for context in (self.collectives, self.gathered_parameters, self.saved_tensors):
+        for context in (self.collectives, self.gathered_parameters, self.undivided_gradients, self.saved_tensors):
             self.contexts.enter_context(context)
 
     def collect_values(self) -> Values:
@@ -132,10 +136,12 @@ class StepMeter(StepHook):
         for part_state in self.local_parts.values():
             local_state += list_tensors(part_state.state_dict())
         stored = count_bytes(parameters)
+        gradients = count_bytes(parameter.grad for parameter in parameters)
         memory = {
             "parameters": stored,
             "peak_parameters": stored + self.gathered_parameters.peak_bytes,
-            "gradients": count_bytes(parameter.grad for parameter in parameters),
+            "gradients": gradients,
+            "peak_gradients": max(gradients, self.undivided_gradients.peak_bytes),
             "optimizer": count_bytes(state),
             "local": count_bytes(local_state),
             "activations": self.saved_tensors.peak_bytes,
@@ -195,6 +201,44 @@ class GatheredParameters(TorchDispatchMode):
             # The memory only grows in this operation, so the peak is after one of them.
             self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.storages))
         return result
+
+
+class UndividedGradients:
+    """Context in which the memory of gradients is observed while `fully_shard` has not divided all of them.
+
+    The gradients of gathered parameters exist until they are reduced. With `set_requires_gradient_sync(False)`, they
+    are added over several backward passes.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+        self.sizes: dict[nn.Parameter, int] = {}
+        """Size in bytes of the gradient of each parameter on this rank, both of stored and of gathered parameters."""
+        self.peak_bytes = 0
+        """Largest size of all gradients, or 0 if no parameter was gathered."""
+        self.contexts = contextlib.ExitStack()
+
+    def __enter__(self) -> UndividedGradients:
+        for part in self.parts:
+            for parameter in part.parameters():
+                self.sizes[parameter] = count_bytes([parameter])
+            for module in part.modules():
+                if hasattr(module, "unshard"):  # added by fully_shard, whose own hook gathers the parameters before
+                    self.contexts.callback(module.register_forward_pre_hook(self._observe_gathered).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.contexts.close()
+
+    def _observe_gathered(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for parameter in module.parameters():
+            if parameter not in self.sizes:
+                self.sizes[parameter] = count_bytes([parameter])
+                self.contexts.callback(parameter.register_post_accumulate_grad_hook(self._update_peak).remove)
+
+    def _update_peak(self, parameter: Tensor) -> None:
+        size = sum(size for parameter, size in self.sizes.items() if parameter.grad is not None)
+        self.peak_bytes = max(self.peak_bytes, size)
 
 
 class CollectiveCounter(TorchDispatchMode):

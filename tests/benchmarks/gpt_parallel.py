@@ -58,7 +58,7 @@ The differences grow from step to step.
 """
 GRADIENT_TOLERANCE = 1e-4
 """Largest relative difference of a gradient from that of torch's tensor parallelism, in float32."""
-MEMORY = ("peak_parameters", "gradients", "optimizer", "activations")
+MEMORY = ("peak_parameters", "peak_gradients", "optimizer", "activations")
 
 
 def sides(scratch: Path) -> list[Team | Task]:
@@ -405,7 +405,7 @@ PARTS = [
         f"memory and messages of a rank beside their formulas: {' '.join(SIZES)}",
         memory_sides,
         memory_table,
-        facts=("parameters with gathered ones at their peak, gradients, AdamW's state, activations", "float32"),
+        facts=("parameters and gradients at their peaks, AdamW's state, activations", "float32"),
     ),
     Part(
         f"{NAME}/recompute",

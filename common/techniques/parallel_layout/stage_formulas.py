@@ -12,6 +12,7 @@ from common.techniques.parallel_layout.activation_formulas import (
     predict_output_bytes,
     predict_recomputed_bytes,
 )
+from common.techniques.parallel_layout.gradient_formulas import GradientSizes
 from common.techniques.parallel_layout.layout_formulas import (
     predict_layer_messages,
     predict_peak_parameter_bytes,
@@ -43,10 +44,16 @@ def predict_bytes(
     parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout, stages: RankStages
 ) -> dict[str, int]:
     """Return the bytes of a rank by category, and the bytes that it sends in a step."""
-    held = {**parameters, **stages.copied}
-    predicted = predict_state_bytes(held, layout, shape.element_bytes)
+    with_copies = {**parameters, **stages.copied}
+    predicted = predict_state_bytes(with_copies, layout, shape.element_bytes)
     predicted["optimizer"] = predict_state_bytes(parameters, layout, shape.element_bytes)["optimizer"]
-    predicted["peak_parameters"] = predict_peak_parameter_bytes(held, layout, shape.element_bytes)
+    predicted["peak_parameters"] = predict_peak_parameter_bytes(with_copies, layout, shape.element_bytes)
+    predicted["peak_gradients"] = predicted["gradients"]
+    if layout.fsdp > 1:
+        gradients = GradientSizes.count(parameters, layout, stages.copied)
+        backwards = [action.stage for action in stages.actions if action.kind == "B"]
+        peak = gradients.predict_stages(stages.layers, backwards, shape.microbatches)
+        predicted["peak_gradients"] = shape.element_bytes * peak
     predicted |= predict_activations_in_flight(shape, layout, stages)
     predicted["sent"] = predict_sent_bytes(parameters, shape, layout, stages)
     return predicted
