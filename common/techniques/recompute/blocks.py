@@ -40,6 +40,7 @@ class RecomputedModule(nn.Module):
             return compute(*inputs, **options)
         state = ForwardState(self)
         if self.activation_observer is not None:
+            self.activation_observer.count_kept(state.list_copies())
             compute = functools.partial(self._compute_observed, compute, state, self.activation_observer)
         contexts = functools.partial(self._make_contexts, state)
         return checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, **HOOK_OPTIONS, **options)
