@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,21 +16,18 @@ from common.measure.metrics_log import Values
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 from common.training.hooks import StepHook
-from common.training.saved_tensors import COLLECTIVE_NAMESPACE, SavedTensors, flatten_tensors
+from common.training.message_counter import MessageCounter
+from common.training.saved_tensors import SavedTensors
 
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 """Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
-BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
-"""Bytes that a rank sends, as a multiple of (p - 1) / p times the size of the full tensor."""
-SEND = "send"
-"""Name of the operation that sends a tensor to one rank."""
 
 
 class StepMeter(StepHook):
     """Hook that measures one step of an attempt.
 
-    All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
-    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the
+    All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send for the
+    collectives of the step (see `message_counter`), and the size of all messages to single ranks. `activations` is the
     largest size of the storages that are kept for backward passes at any time of the step, without parameters. Of the
     batches of the data loader, which share a storage, only the part of the step is counted. `peak_activations` is
     measured if blocks recompute their activations, which it includes.
@@ -63,7 +58,7 @@ class StepMeter(StepHook):
         self.local_parts = local_parts or {}
         self.is_done = False
         self.contexts = contextlib.ExitStack()
-        self.collectives = CollectiveCounter()
+        self.messages = MessageCounter()
         self.gathered_parameters = GatheredParameters()
         self.undivided_gradients = UndividedGradients(parts)
         self.saved_tensors = SavedTensors(parts)
@@ -74,7 +69,7 @@ class StepMeter(StepHook):
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent in the measured step."""
-        return round(self.collectives.sent_bytes) + self.shared_memory_bytes if self.is_done else 0
+        return round(self.messages.sent_bytes) + self.shared_memory_bytes if self.is_done else 0
 
     @property
     def state_bytes(self) -> int:
@@ -88,11 +83,11 @@ class StepMeter(StepHook):
         self.contexts.close()
         for part in self.parts:
             free_gathered_parameters(part)
-        self.collectives = CollectiveCounter()
+        self.messages = MessageCounter()
         self.gathered_parameters = GatheredParameters()
         self.undivided_gradients = UndividedGradients(self.parts)
         self.saved_tensors = SavedTensors(self.parts)
-        for context in (self.collectives, self.gathered_parameters, self.undivided_gradients, self.saved_tensors):
+        for context in (self.messages, self.gathered_parameters, self.undivided_gradients, self.saved_tensors):
             self.contexts.enter_context(context)
 
     def collect_values(self) -> Values:
@@ -239,31 +234,3 @@ class UndividedGradients:
     def _update_peak(self, parameter: Tensor) -> None:
         size = sum(size for parameter, size in self.sizes.items() if parameter.grad is not None)
         self.peak_bytes = max(self.peak_bytes, size)
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Context that counts the bytes that this rank sends in all-reduces, all-gathers, reduce-scatters and sends.
-
-    Other operations, which a custom network may use, are not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent_bytes = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == COLLECTIVE_NAMESPACE:
-            self._count(func.__name__.partition(".")[0], args)
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
-        if name == SEND:
-            self.sent_bytes += count_bytes(flatten_tensors(args[0]))
-        if name not in BYTES_SENT:
-            return
-        ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
-        full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
-        self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
