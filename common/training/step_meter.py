@@ -42,19 +42,19 @@ class StepMeter(StepHook):
         optimizer: Optimizer,
         *,
         step: int = 1,
-        shared_memory_bytes: int = 0,
+        further_message_bytes: int = 0,
         local_parts: Mapping[str, LocalPart] | None = None,
     ) -> None:
         """Prepare the measurement of the parts of the model that this rank trains.
 
-        `step` is the number of the measured step, counted from 1 in each attempt. `shared_memory_bytes` is the number
-        of bytes that this rank sends through shared memory in each step. `local_parts` contains further state of this
-        rank by name.
+        `step` is the number of the measured step, counted from 1 in each attempt. `further_message_bytes` is the
+        number of bytes that this rank sends in another way than through torch.distributed. `local_parts` contains
+        further state of this rank by name.
         """
         self.parts = parts
         self.optimizer = optimizer
         self.steps_to_wait = step - 1
-        self.shared_memory_bytes = shared_memory_bytes
+        self.further_message_bytes = further_message_bytes
         self.local_parts = local_parts or {}
         self.is_done = False
         self.contexts = contextlib.ExitStack()
@@ -69,7 +69,7 @@ class StepMeter(StepHook):
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent in the measured step."""
-        return round(self.messages.sent_bytes) + self.shared_memory_bytes if self.is_done else 0
+        return round(self.messages.sent_bytes) + self.further_message_bytes if self.is_done else 0
 
     @property
     def state_bytes(self) -> int:

@@ -92,7 +92,8 @@ class PipelineModel(ParallelModel):
         self.model.keep_layers(self._list_kept_layers())
         self.executor = self._build_executor(self.model, run)
         self.executor.layers = layer_names
-        run.choose_metered_modules([self.layers], self.executor.shared_memory_bytes)
+        run.choose_metered_modules([self.layers])
+        run.count_further_messages(self.executor.shared_memory_bytes)
 
     def _copy_table(self, model: GPT) -> TableCopy | None:
         """Return the exchange of a tied table, whose copy becomes a parameter of the last stage only.
