@@ -21,6 +21,8 @@ from common.training.saved_tensors import SavedTensors
 
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 """Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
+PEAK = "peak_"
+"""Start of the names of categories that contain the largest size at any time of the step."""
 
 
 class StepMeter(StepHook):
@@ -56,6 +58,8 @@ class StepMeter(StepHook):
         self.steps_to_wait = step - 1
         self.further_message_bytes = further_message_bytes
         self.local_parts = local_parts or {}
+        self.formulas: Mapping[str, int] = {}
+        """Bytes by category and `sent`, from formulas."""
         self.is_done = False
         self.contexts = contextlib.ExitStack()
         self.messages = MessageCounter()
@@ -103,20 +107,22 @@ class StepMeter(StepHook):
     def on_end(self) -> None:
         self.contexts.close()
 
+    def show_formulas(self, formulas: Mapping[str, int]) -> None:
+        """Show the values of formulas, by category and `sent`, beside the measured bytes."""
+        self.formulas = formulas
+
     def gather_report(self, world: World) -> ReportData:
         """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
         activation_bytes = self.memory.get("peak_activations", self.memory.get("activations", 0))
         ranks = world.gather([self.state_bytes, activation_bytes, self.sent_bytes])
+        memory = world.gather(self.memory)
         if not ranks or not self.is_done:
             return ReportData()
         state, activations, sent = (list(values) for values in zip(*ranks, strict=True))
-        lines = [
-            f"training state: {max(state) / 1e6:.3f} MB",
-            f"activations: {max(activations) / 1e6:.3f} MB",
-            f"sent: {max(sent) / 1e6:.3f} MB",
-        ]
+        largest = {name: max(rank[name] for rank in memory) for name in self.memory} | {"sent": max(sent)}
+        row = format_sizes(largest, self.formulas)
         measured = {"rank_state_bytes": state, "rank_activation_bytes": activations, "rank_sent_bytes": sent}
-        return ReportData({"memory and messages": "\n".join(lines)}, measured=measured)
+        return ReportData({"memory and messages": row}, measured=measured)
 
     def _measure_memory(self) -> dict[str, int]:
         parameters: list[Tensor] = []
@@ -144,6 +150,17 @@ class StepMeter(StepHook):
         if self.saved_tensors.has_recomputed:
             memory["peak_activations"] = self.saved_tensors.peak_recomputed_bytes
         return memory | {"buffers": count_bytes(buffers)}
+
+
+def format_sizes(sizes: Mapping[str, int], formulas: Mapping[str, int]) -> str:
+    """Return a line for each size, without empty categories and peaks that are not higher than the usual size."""
+    lines = []
+    for name, size in sizes.items():
+        is_repeated = name.startswith(PEAK) and size == sizes[name.removeprefix(PEAK)]
+        if (size or formulas.get(name)) and not is_repeated:
+            formula = f" (formula: {formulas[name] / 1e6:.3f})" if name in formulas else ""
+            lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
+    return "\n".join(lines)
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
