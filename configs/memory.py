@@ -51,7 +51,10 @@ class StateSharding:
             )
 
 
-def divides_updates(cfg: object) -> bool:
-    """Return True if ranks update different parameters, so that an optimizer must treat each parameter separately."""
+def find_divided_updates(cfg: object) -> str:
+    """Return the setting that lets ranks update different parameters, or an empty string if there is none.
+
+    With such a setting, an optimizer must treat each parameter separately.
+    """
     settings = find_group(cfg, StateSharding)
-    return settings is not None and settings.zero1
+    return "zero1=true" if settings is not None and settings.zero1 else ""

@@ -247,8 +247,3 @@ def is_out_of_limited_memory(error: BaseException) -> bool:
     """Return whether an error occurred because the memory of this process is limited (RLIMIT_DATA)."""
     # With little memory, oneDNN reports that it could not create a primitive.
     return classify_error(error) is Cause.OUT_OF_MEMORY or "could not create a primitive" in str(error)
-
-
-def is_change_of_kept_result(error: RuntimeError) -> bool:
-    """Return whether a result that torch has kept for a selective recomputation was changed in place."""
-    return "cached during selective activation checkpoint has been mutated" in str(error)

@@ -35,10 +35,6 @@ class StagedModel(Protocol):
     def local_stages(self) -> Mapping[int, nn.Module]:
         """Stages of this rank by their numbers."""
 
-    @property
-    def shared_memory_bytes(self) -> int:
-        """Bytes that this rank sends to other ranks through shared memory in each step."""
-
     def predict(self, x: Tensor | None, count: int) -> Tensor | None:
         """Return the outputs of `count` inputs on the last rank, and None on all other ranks.
 

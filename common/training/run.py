@@ -62,7 +62,6 @@ class Run(RunContext):
                 evaluate = partial(score_replicated, model, self, predict)
         else:
             parts = list(model.local_stages.values())
-            self.shared_memory_bytes = model.shared_memory_bytes
             evaluate = partial(score_stages, model, self, peers)
             loss_rank = model.last_rank
             has_stages = self.world.size > 1

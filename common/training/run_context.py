@@ -49,8 +49,8 @@ class RunContext(RunData):
     The subclass `Run` adds the methods that train the model and finish the run.
     """
 
-    shared_memory_bytes: int = 0
-    """Bytes that this rank sends to other ranks through shared memory in each step."""
+    further_message_bytes: int = 0
+    """Bytes that this rank sends in each step in another way than through torch.distributed."""
     metered_modules: Sequence[nn.Module] | None = None
     """Modules whose memory is measured; None measures those that are registered."""
 
@@ -195,10 +195,13 @@ class RunContext(RunData):
         self.recovery = recovery
         self.hooks.append(recovery)
 
-    def choose_metered_modules(self, modules: Sequence[nn.Module], shared_memory_bytes: int) -> None:
-        """Measure the memory of these modules, and the bytes that a step sends through shared memory."""
+    def choose_metered_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Measure the memory of these modules, instead of those that are registered."""
         self.metered_modules = modules
-        self.shared_memory_bytes = shared_memory_bytes
+
+    def count_further_messages(self, size: int) -> None:
+        """Count bytes that this rank sends in each step in another way than through torch.distributed."""
+        self.further_message_bytes += size
 
     def add_step_meter(self) -> StepMeter:
         """Measure the memory and the messages of this rank in one step of this attempt (`log.memory`, by default 1).
@@ -214,7 +217,7 @@ class RunContext(RunData):
                 self.metered_modules or self.state.parts,
                 self.state.optimizer,
                 step=max(1, self.cfg.log.memory),
-                shared_memory_bytes=self.shared_memory_bytes,
+                further_message_bytes=self.further_message_bytes,
                 local_parts=self.local_parts,
             )
             self.add_hook(meter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -129,6 +129,11 @@ class SavedTensors:
     def _measure(self, storages: set[Any]) -> int:
         """Return the size of storages that autograd does not hold."""
         return sum(storage.nbytes() for storage in storages if storage.data_ptr() not in self.sizes)
+
+    def count_kept(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors that a module keeps until its backward pass."""
+        self.kept.update(tensor.untyped_storage() for tensor in tensors)
+        self._update_peak()
 
     @contextlib.contextmanager
     def observe_kept_results(self, is_kept: Callable[[Any], bool]) -> Iterator[None]:

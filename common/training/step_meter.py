@@ -7,8 +7,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,25 +16,26 @@ from common.measure.metrics_log import Values
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 from common.training.hooks import StepHook
-from common.training.saved_tensors import COLLECTIVE_NAMESPACE, SavedTensors, flatten_tensors
+from common.training.message_counter import MessageCounter
+from common.training.saved_tensors import SavedTensors
 
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
 """Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
-BYTES_SENT = {"allreduce_": 2.0, "_allgather_base_": 1.0, "allgather_": 1.0, "_reduce_scatter_base_": 1.0}
-"""Bytes that a rank sends, as a multiple of (p - 1) / p times the size of the full tensor."""
-SEND = "send"
-"""Name of the operation that sends a tensor to one rank."""
+PEAK = "peak_"
+"""Start of the names of categories that contain the largest size at any time of the step."""
 
 
 class StepMeter(StepHook):
     """Hook that measures one step of an attempt.
 
-    All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send (Patarasuk and
-    Yuan 2009) for the collectives of the step, and the size of all messages to single ranks. `activations` is the
+    All numbers are bytes of this rank. `sent_bytes` is the number of bytes that ring algorithms send for the
+    collectives of the step (see `message_counter`), and the size of all messages to single ranks. `activations` is the
     largest size of the storages that are kept for backward passes at any time of the step, without parameters. Of the
     batches of the data loader, which share a storage, only the part of the step is counted. `peak_activations` is
     measured if blocks recompute their activations, which it includes.
     `peak_parameters` is the size of this rank's parameters and of all gathered parameters, when it is largest.
+    `peak_gradients` is the size of this rank's gradients and of all gradients of gathered parameters, when it is
+    largest.
     """
 
     def __init__(
@@ -45,38 +44,41 @@ class StepMeter(StepHook):
         optimizer: Optimizer,
         *,
         step: int = 1,
-        shared_memory_bytes: int = 0,
+        further_message_bytes: int = 0,
         local_parts: Mapping[str, LocalPart] | None = None,
     ) -> None:
         """Prepare the measurement of the parts of the model that this rank trains.
 
-        `step` is the number of the measured step, counted from 1 in each attempt. `shared_memory_bytes` is the number
-        of bytes that this rank sends through shared memory in each step. `local_parts` contains further state of this
-        rank by name.
+        `step` is the number of the measured step, counted from 1 in each attempt. `further_message_bytes` is the
+        number of bytes that this rank sends in another way than through torch.distributed. `local_parts` contains
+        further state of this rank by name.
         """
         self.parts = parts
         self.optimizer = optimizer
         self.steps_to_wait = step - 1
-        self.shared_memory_bytes = shared_memory_bytes
+        self.further_message_bytes = further_message_bytes
         self.local_parts = local_parts or {}
+        self.formulas: Mapping[str, int] = {}
+        """Bytes by category and `sent`, from formulas."""
         self.is_done = False
         self.contexts = contextlib.ExitStack()
-        self.collectives = CollectiveCounter()
+        self.messages = MessageCounter()
         self.gathered_parameters = GatheredParameters()
+        self.undivided_gradients = UndividedGradients(parts)
         self.saved_tensors = SavedTensors(parts)
         self.memory: dict[str, int] = {}
-        """Bytes by category: parameters, peak_parameters, gradients, optimizer, local, activations, peak_activations
-        (only if blocks recompute their activations), buffers."""
+        """Bytes by category: parameters, peak_parameters, gradients, peak_gradients, optimizer, local, activations,
+        peak_activations (only if blocks recompute their activations), buffers."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent in the measured step."""
-        return round(self.collectives.sent_bytes) + self.shared_memory_bytes if self.is_done else 0
+        return round(self.messages.sent_bytes) + self.further_message_bytes if self.is_done else 0
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the training state: parameters at their peak, gradients, optimizer and local state."""
-        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer", "local"))
+        """Bytes of the training state: parameters and gradients at their peaks, optimizer and local state."""
+        return sum(self.memory.get(name, 0) for name in ("peak_parameters", "peak_gradients", "optimizer", "local"))
 
     def before_step(self) -> None:
         """Start to observe the measured step, or start again if the step is repeated."""
@@ -85,10 +87,11 @@ class StepMeter(StepHook):
         self.contexts.close()
         for part in self.parts:
             free_gathered_parameters(part)
-        self.collectives = CollectiveCounter()
+        self.messages = MessageCounter()
         self.gathered_parameters = GatheredParameters()
+        self.undivided_gradients = UndividedGradients(self.parts)
         self.saved_tensors = SavedTensors(self.parts)
-        for context in (self.collectives, self.gathered_parameters, self.saved_tensors):
+        for context in (self.messages, self.gathered_parameters, self.undivided_gradients, self.saved_tensors):
             self.contexts.enter_context(context)
 
     def collect_values(self) -> Values:
@@ -104,20 +107,22 @@ class StepMeter(StepHook):
     def on_end(self) -> None:
         self.contexts.close()
 
+    def show_formulas(self, formulas: Mapping[str, int]) -> None:
+        """Show the values of formulas, by category and `sent`, beside the measured bytes."""
+        self.formulas = formulas
+
     def gather_report(self, world: World) -> ReportData:
         """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
         activation_bytes = self.memory.get("peak_activations", self.memory.get("activations", 0))
         ranks = world.gather([self.state_bytes, activation_bytes, self.sent_bytes])
+        memory = world.gather(self.memory)
         if not ranks or not self.is_done:
             return ReportData()
         state, activations, sent = (list(values) for values in zip(*ranks, strict=True))
-        lines = [
-            f"training state: {max(state) / 1e6:.3f} MB",
-            f"activations: {max(activations) / 1e6:.3f} MB",
-            f"sent: {max(sent) / 1e6:.3f} MB",
-        ]
+        largest = {name: max(rank[name] for rank in memory) for name in self.memory} | {"sent": max(sent)}
+        row = format_sizes(largest, self.formulas)
         measured = {"rank_state_bytes": state, "rank_activation_bytes": activations, "rank_sent_bytes": sent}
-        return ReportData({"memory and messages": "\n".join(lines)}, measured=measured)
+        return ReportData({"memory and messages": row}, measured=measured)
 
     def _measure_memory(self) -> dict[str, int]:
         parameters: list[Tensor] = []
@@ -132,10 +137,12 @@ class StepMeter(StepHook):
         for part_state in self.local_parts.values():
             local_state += list_tensors(part_state.state_dict())
         stored = count_bytes(parameters)
+        gradients = count_bytes(parameter.grad for parameter in parameters)
         memory = {
             "parameters": stored,
             "peak_parameters": stored + self.gathered_parameters.peak_bytes,
-            "gradients": count_bytes(parameter.grad for parameter in parameters),
+            "gradients": gradients,
+            "peak_gradients": max(gradients, self.undivided_gradients.peak_bytes),
             "optimizer": count_bytes(state),
             "local": count_bytes(local_state),
             "activations": self.saved_tensors.peak_bytes,
@@ -143,6 +150,17 @@ class StepMeter(StepHook):
         if self.saved_tensors.has_recomputed:
             memory["peak_activations"] = self.saved_tensors.peak_recomputed_bytes
         return memory | {"buffers": count_bytes(buffers)}
+
+
+def format_sizes(sizes: Mapping[str, int], formulas: Mapping[str, int]) -> str:
+    """Return a line for each size, without empty categories and peaks that are not higher than the usual size."""
+    lines = []
+    for name, size in sizes.items():
+        is_repeated = name.startswith(PEAK) and size == sizes[name.removeprefix(PEAK)]
+        if (size or formulas.get(name)) and not is_repeated:
+            formula = f" (formula: {formulas[name] / 1e6:.3f})" if name in formulas else ""
+            lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
+    return "\n".join(lines)
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
@@ -197,29 +215,39 @@ class GatheredParameters(TorchDispatchMode):
         return result
 
 
-class CollectiveCounter(TorchDispatchMode):
-    """Context that counts the bytes that this rank sends in all-reduces, all-gathers, reduce-scatters and sends.
+class UndividedGradients:
+    """Context in which the memory of gradients is observed while `fully_shard` has not divided all of them.
 
-    Other operations, which a custom network may use, are not counted.
+    The gradients of gathered parameters exist until they are reduced. With `set_requires_gradient_sync(False)`, they
+    are added over several backward passes.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent_bytes = 0.0
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+        self.sizes: dict[nn.Parameter, int] = {}
+        """Size in bytes of the gradient of each parameter on this rank, both of stored and of gathered parameters."""
+        self.peak_bytes = 0
+        """Largest size of all gradients, or 0 if no parameter was gathered."""
+        self.contexts = contextlib.ExitStack()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == COLLECTIVE_NAMESPACE:
-            self._count(func.__name__.partition(".")[0], args)
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> UndividedGradients:
+        for part in self.parts:
+            for parameter in part.parameters():
+                self.sizes[parameter] = count_bytes([parameter])
+            for module in part.modules():
+                if hasattr(module, "unshard"):  # added by fully_shard, whose own hook gathers the parameters before
+                    self.contexts.callback(module.register_forward_pre_hook(self._observe_gathered).remove)
+        return self
 
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        """Add the bytes that this rank sends in a message, or in a collective with a ring algorithm."""
-        if name == SEND:
-            self.sent_bytes += count_bytes(flatten_tensors(args[0]))
-        if name not in BYTES_SENT:
-            return
-        ranks = next(dist.ProcessGroup.unbox(arg).size() for arg in args if isinstance(arg, torch.ScriptObject))
-        full_tensors = args[1] if name == "_reduce_scatter_base_" else args[0]
-        self.sent_bytes += BYTES_SENT[name] * (ranks - 1) / ranks * count_bytes(flatten_tensors(full_tensors))
+    def __exit__(self, *error: object) -> None:
+        self.contexts.close()
+
+    def _observe_gathered(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for parameter in module.parameters():
+            if parameter not in self.sizes:
+                self.sizes[parameter] = count_bytes([parameter])
+                self.contexts.callback(parameter.register_post_accumulate_grad_hook(self._update_peak).remove)
+
+    def _update_peak(self, parameter: Tensor) -> None:
+        size = sum(size for parameter, size in self.sizes.items() if parameter.grad is not None)
+        self.peak_bytes = max(self.peak_bytes, size)

@@ -6,6 +6,7 @@ compared with steps that keep them. The default run is also timed from its start
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -58,7 +59,7 @@ The differences grow from step to step.
 """
 GRADIENT_TOLERANCE = 1e-4
 """Largest relative difference of a gradient from that of torch's tensor parallelism, in float32."""
-MEMORY = ("peak_parameters", "gradients", "optimizer", "activations")
+MEMORY = ("peak_parameters", "peak_gradients", "optimizer", "activations")
 
 
 def sides(scratch: Path) -> list[Team | Task]:
@@ -74,56 +75,26 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
     """Return steps of the same network under this project's and torch's tensor parallelism, on one mesh."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import loss_parallel
 
-    from common.models.gpt import GPT
     from common.techniques.parallel_layout import parallelize
 
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (BATCH, CONTEXT + 1), generator=generator)
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
-
-    def build() -> GPT:
-        torch.manual_seed(0)
-        return GPT(CONTEXT, 256, width=WIDTH, layers=LAYERS, heads=HEADS, tied=False)
-
-    def make_side(model: GPT, compute_loss: Callable[[], Any], contexts: Callable[[], Any]) -> Callable[[], float]:
-        # The fused kernel needs divided and replicated parameters in different groups.
-        divided: list[torch.nn.Parameter] = []
-        replicated: list[torch.nn.Parameter] = []
-        for parameter in model.parameters():
-            group = divided if hasattr(parameter, "placements") else replicated
-            group.append(parameter)
-        optimizer = torch.optim.AdamW([{"params": divided}, {"params": replicated}], lr=1e-3, fused=True)
-
-        def take_steps() -> float:
-            start = time.perf_counter()
-            for _ in range(TEAM_STEPS):
-                optimizer.zero_grad()
-                with contexts():
-                    compute_loss().backward()
-                optimizer.step()
-            return (time.perf_counter() - start) / TEAM_STEPS
-
-        return take_steps
-
-    import contextlib
-
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    ours = build()
+    ours = build_network()
     run: Any = SimpleNamespace(device=world.device)
     parallel = parallelize(ours, Layout(tensor=2), run)
-    theirs = build()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
-    divide_with_torch(theirs, mesh)
+    theirs = build_network()
+    divide_with_torch(theirs, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)))
+
+    def compute_our_loss() -> Any:
+        return parallel.sum_loss(ours(inputs), targets)
 
     def compute_loss_of_torch() -> Any:
         logits = theirs(inputs).flatten(0, 1)
         return torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum")
-
-    def compute_our_loss() -> Any:
-        return parallel.sum_loss(ours(inputs), targets)
 
     our_loss = compute_our_loss()
     our_loss.backward()
@@ -133,9 +104,43 @@ def make_tensor_parallel_sides(world: World) -> dict[str, Callable[[], float]]:
         loss_of_torch = loss_of_torch.full_tensor()
     check_first_step(ours, our_loss.item(), theirs, loss_of_torch.item())
     return {
-        OURS: make_side(ours, compute_our_loss, contextlib.nullcontext),
-        TORCH: make_side(theirs, compute_loss_of_torch, loss_parallel),
+        OURS: make_bare_loop(ours, compute_our_loss, contextlib.nullcontext),
+        TORCH: make_bare_loop(theirs, compute_loss_of_torch, loss_parallel),
     }
+
+
+def build_network() -> Any:
+    """Return a GPT with the same weights in every call."""
+    import torch
+
+    from common.models.gpt import GPT
+
+    torch.manual_seed(0)
+    return GPT(CONTEXT, 256, width=WIDTH, layers=LAYERS, heads=HEADS, tied=False)
+
+
+def make_bare_loop(model: Any, compute_loss: Callable[[], Any], make_context: Callable[[], Any]) -> Callable[[], float]:
+    """Return a function that trains a divided model for some steps, and returns the seconds of a step."""
+    import torch
+
+    # The fused kernel needs divided and replicated parameters in different groups.
+    divided: list[torch.nn.Parameter] = []
+    replicated: list[torch.nn.Parameter] = []
+    for parameter in model.parameters():
+        group = divided if hasattr(parameter, "placements") else replicated
+        group.append(parameter)
+    optimizer = torch.optim.AdamW([{"params": divided}, {"params": replicated}], lr=1e-3, fused=True)
+
+    def take_steps() -> float:
+        start = time.perf_counter()
+        for _ in range(TEAM_STEPS):
+            optimizer.zero_grad()
+            with make_context():
+                compute_loss().backward()
+            optimizer.step()
+        return (time.perf_counter() - start) / TEAM_STEPS
+
+    return take_steps
 
 
 def check_first_step(ours: Any, our_loss: float, theirs: Any, loss_of_torch: float) -> None:
@@ -405,7 +410,7 @@ PARTS = [
         f"memory and messages of a rank beside their formulas: {' '.join(SIZES)}",
         memory_sides,
         memory_table,
-        facts=("parameters with gathered ones at their peak, gradients, AdamW's state, activations", "float32"),
+        facts=("parameters and gradients at their peaks, AdamW's state, activations", "float32"),
     ),
     Part(
         f"{NAME}/recompute",

@@ -53,6 +53,11 @@ CASES = {
         fsdp=3,layers=1,width=32
         replicas=3,zero1=true
     """,
+    4: """
+        stages=2,fsdp=2,accumulate=3,layers=3
+        stages=2,fsdp=2
+        stages=4,stages_per_process=2,schedule=interleaved_1f1b,fsdp=2,accumulate=4,layers=4,reshard=false
+    """,
 }
 """Cases of other models by number of ranks, one in each line."""
 
@@ -70,4 +75,5 @@ def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cach
         assert 0 < result["training_state_share"] <= (0.55 if is_divided else 1), case
         assert (result["sent_bytes"] > 1000) == (ranks > 1), case
         assert ("peak_activations_bytes" in result) == ("recompute=" in case), case
-        assert (result["peak_parameters_bytes"] > result["parameters_bytes"]) == ("fsdp=" in case), case
+        for name in ("parameters", "gradients"):
+            assert (result[f"peak_{name}_bytes"] > result[f"{name}_bytes"]) == ("fsdp=" in case), case

@@ -31,7 +31,9 @@ def report_state_bytes(optimizer: Optimizer, world: World) -> ReportData:
     local_bytes: dict[str, int] = {}
     for kind, tensors in (("parameters", parameters), ("gradients", gradients), ("optimizer", state)):
         local_bytes[kind] = sum(get_local_shard(tensor).nbytes for tensor in tensors)
-    full_state_bytes = [sum(tensor.nbytes for tensor in tensors) for tensors in states]
+    full_state_bytes = []
+    for tensors in states:
+        full_state_bytes.append(sum(tensor.nbytes for tensor in tensors))
 
     ranks = world.gather([local_bytes, full_state_bytes])
     if not ranks:  # only rank 0 creates the report

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 from common.techniques.parallel_layout import activation_formulas
+from common.techniques.parallel_layout.gradient_formulas import GradientSizes
 from common.techniques.parallel_layout.model_shape import TABLE, Layers, ParameterSize, Shape
 from common.techniques.sharded_optimizer.api import assign_to_ranks
 from configs.layout import Layout
@@ -23,6 +24,11 @@ def predict_bytes(parameters: Mapping[str, ParameterSize], shape: Shape, layout:
     """Return the bytes of a rank by category, and the bytes that it sends in a step, for a model without stages."""
     predicted = predict_state_bytes(parameters, layout, shape.element_bytes)
     predicted["peak_parameters"] = predict_peak_parameter_bytes(parameters, layout, shape.element_bytes)
+    predicted["peak_gradients"] = predicted["gradients"]
+    if layout.fsdp > 1:
+        gradients = GradientSizes.count(parameters, layout)
+        peak = gradients.predict_pass(Layers(shape.layers), is_first=shape.microbatches == 1)
+        predicted["peak_gradients"] = shape.element_bytes * peak
     predicted |= activation_formulas.predict_categories(shape, layout)
     predicted["sent"] = predict_sent_bytes(parameters, shape, layout)
     return predicted

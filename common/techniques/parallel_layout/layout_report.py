@@ -1,4 +1,4 @@
-"""Report on a layout: throughput, and memory and messages of a rank beside their formulas."""
+"""Report on a layout: throughput, and formulas for the memory and messages of a rank."""
 
 from __future__ import annotations
 
@@ -119,6 +119,7 @@ class LayoutReport:
             flops = sum(rank["flops"] for rank in by_rank) // copies
             if "optimizer" not in predicted:
                 full_state_bytes = 0
+        meter.show_formulas(predicted)
         tokens = cfg.batch * run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
         rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))
@@ -127,18 +128,12 @@ class LayoutReport:
     def rows(self) -> Mapping[str, str]:
         if not self.memory[0]:
             return {}
-        lines = []
-        for name, size in self._list_categories().items():
-            formula = f" (formula: {self.predicted[name] / 1e6:.3f})" if name in self.predicted else ""
-            lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
         layout = self.layout
         degrees = f"replicas={layout.replicas} fsdp={layout.fsdp} context={layout.context} tensor={layout.tensor}"
         if layout.stages > 1:
             degrees = f"stages={layout.stages} {degrees}"
-        rows = {
-            "layout": degrees + "".join(f" {name}=true" for name in ("sequence", "zero1") if getattr(layout, name)),
-            "memory and messages": "\n".join(lines),
-        }
+        switches = "".join(f" {name}=true" for name in ("sequence", "zero1") if getattr(layout, name))
+        rows = {"layout": degrees + switches}
         measured = self.result().measured
         if "tokens_per_second" in measured:
             rows["tokens"] = f"{measured['tokens_per_second']:,.0f} tokens/s"

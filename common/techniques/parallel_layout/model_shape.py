@@ -64,11 +64,20 @@ class ParameterSize:
 
     def count_local(self, layout: Layout) -> int:
         """Return the number of values that the first rank stores. An uneven division gives it the largest shard."""
+        sizes = self._divide_by_tensor(layout)
+        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.parameter_shards)
+        return math.prod(sizes)
+
+    def count_undivided(self, layout: Layout) -> int:
+        """Return the number of values after the shards of fsdp are gathered, without padding."""
+        return math.prod(self._divide_by_tensor(layout))
+
+    def _divide_by_tensor(self, layout: Layout) -> list[int]:
+        """Return the shape after division among the ranks of tensor parallelism."""
         sizes = list(self.shape)
         if self.dims.tensor is not None:
             sizes[self.dims.tensor] //= layout.tensor
-        sizes[self.dims.fsdp] = -(-sizes[self.dims.fsdp] // layout.parameter_shards)
-        return math.prod(sizes)
+        return sizes
 
     def count_gathered(self, layout: Layout) -> int:
         """Return the number of values after the shards of fsdp are gathered, which are padded to equal sizes."""

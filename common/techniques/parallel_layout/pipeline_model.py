@@ -34,10 +34,19 @@ class StageExecutor(pipeline.ScheduleExecutor):
 
     The gradients of sharded parameters are reduced once per step, in the last backward of each stage. `autocast` is the
     context of forward passes. `reshard` states whether parameters are freed after a backward that is not the last.
+    `layers` contains the names of the layers of each stage.
     """
 
-    def __init__(self, autocast: AbstractContextManager[Any], reshard: bool, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        autocast: AbstractContextManager[Any],
+        reshard: bool,
+        layers: list[list[str]],
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(*arguments, **options)
+        self.layers = layers
         self.autocast = autocast
         self.reshard = reshard
         self.backwards: Counter[int] = Counter()
@@ -90,9 +99,9 @@ class PipelineModel(ParallelModel):
         if self.table_copy is not None:
             self.table_copy.connect(self.model.embedding)
         self.model.keep_layers(self._list_kept_layers())
-        self.executor = self._build_executor(self.model, run)
-        self.executor.layers = layer_names
-        run.choose_metered_modules([self.layers], self.executor.shared_memory_bytes)
+        self.executor = self._build_executor(self.model, layer_names, run)
+        run.choose_metered_modules([self.layers])
+        run.count_further_messages(self.executor.shared_memory_bytes)
 
     def _copy_table(self, model: GPT) -> TableCopy | None:
         """Return the exchange of a tied table, whose copy becomes a parameter of the last stage only.
@@ -117,7 +126,7 @@ class PipelineModel(ParallelModel):
             names.update(dict(stage.named_children()))
         return names - {"head"} if self.copied else names
 
-    def _build_executor(self, model: GPT, run: Run) -> StageExecutor:
+    def _build_executor(self, model: GPT, layer_names: list[list[str]], run: Run) -> StageExecutor:
         tokens = run.sample_shape[0] // self.layout.context
         if self.layout.sequence:
             tokens //= self.layout.tensor
@@ -125,6 +134,7 @@ class PipelineModel(ParallelModel):
         return StageExecutor(
             self.autocast,
             self.layout.reshard,
+            layer_names,
             self.plan,
             self.stages,
             [boundary] * self.layout.stages,

@@ -12,6 +12,7 @@ from common.techniques.parallel_layout.activation_formulas import (
     predict_output_bytes,
     predict_recomputed_bytes,
 )
+from common.techniques.parallel_layout.gradient_formulas import GradientSizes
 from common.techniques.parallel_layout.layout_formulas import (
     predict_layer_messages,
     predict_peak_parameter_bytes,
@@ -43,10 +44,16 @@ def predict_bytes(
     parameters: Mapping[str, ParameterSize], shape: Shape, layout: Layout, stages: RankStages
 ) -> dict[str, int]:
     """Return the bytes of a rank by category, and the bytes that it sends in a step."""
-    held = {**parameters, **stages.copied}
-    predicted = predict_state_bytes(held, layout, shape.element_bytes)
+    with_copies = {**parameters, **stages.copied}
+    predicted = predict_state_bytes(with_copies, layout, shape.element_bytes)
     predicted["optimizer"] = predict_state_bytes(parameters, layout, shape.element_bytes)["optimizer"]
-    predicted["peak_parameters"] = predict_peak_parameter_bytes(held, layout, shape.element_bytes)
+    predicted["peak_parameters"] = predict_peak_parameter_bytes(with_copies, layout, shape.element_bytes)
+    predicted["peak_gradients"] = predicted["gradients"]
+    if layout.fsdp > 1:
+        gradients = GradientSizes.count(parameters, layout, stages.copied)
+        backwards = [action.stage for action in stages.actions if action.kind == "B"]
+        peak = gradients.predict_stages(stages.layers, backwards, shape.microbatches)
+        predicted["peak_gradients"] = shape.element_bytes * peak
     predicted |= predict_activations_in_flight(shape, layout, stages)
     predicted["sent"] = predict_sent_bytes(parameters, shape, layout, stages)
     return predicted
@@ -63,22 +70,23 @@ def predict_activations_in_flight(shape: Shape, layout: Layout, stages: RankStag
     loss_bytes = round(shape.count_tokens(layout) * predict_loss_values(shape, layout) * shape.element_bytes)
     output_bytes = round(predict_output_bytes(shape, layout))
     in_flight: Counter[tuple[int, int]] = Counter()  # bytes by stage and microbatch
-    kept = peak = 0
+    largest_kept = 0
+    largest_recomputed = 0
     for kind, stage, microbatch in stages.actions:
         layers = stages.layers[stage]
         if kind == "F":
             in_flight[stage, microbatch] = predict_activation_bytes(shape, layout, layers)
-            kept = max(kept, in_flight.total())
+            largest_kept = max(largest_kept, in_flight.total())
         elif kind == "I":
             in_flight[stage, microbatch] -= loss_bytes if layers.has_head else 0
         else:
             released = output_bytes if layers.has_head else 0
             recomputed = round(predict_recomputed_bytes(shape, layout))
-            peak = max(peak, in_flight.total() - released + recomputed)
+            largest_recomputed = max(largest_recomputed, in_flight.total() - released + recomputed)
             del in_flight[stage, microbatch]
     if shape.recompute == "none":
-        return {"activations": kept}
-    return {"activations": kept, "peak_activations": max(kept, peak)}
+        return {"activations": largest_kept}
+    return {"activations": largest_kept, "peak_activations": max(largest_kept, largest_recomputed)}
 
 
 def predict_sent_bytes(
@@ -98,6 +106,7 @@ def predict_sent_bytes(
 
     stored = size * sum(parameter.count_local(layout) for parameter in parameters.values())
     gathered = {**parameters, **stages.copied}
+    all_reduce = 2 * (layout.copies - 1) / layout.copies
     per_step = size * gathered[TABLE].count_local(layout) if stages.sends_table else 0.0
     if layout.fsdp > 1:
         shards = size * sum(parameter.count_local(layout) for parameter in gathered.values())
@@ -108,10 +117,9 @@ def predict_sent_bytes(
             per_microbatch += others * (shards + blocks)
         else:
             per_step += others * shards
-        per_step += 2 * (layout.replicas - 1) / layout.replicas * shards
+        per_step += all_reduce * shards
     else:
-        copies = layout.replicas * layout.context
         flags = size * len(parameters)  # whether a rank has used each parameter
-        per_step += 2 * (copies - 1) / copies * (stored + flags)
+        per_step += all_reduce * (stored + flags)
     per_step += predict_update_messages(parameters, layout, size)
     return round(shape.microbatches * per_microbatch + per_step)

@@ -179,4 +179,6 @@ def build_pipeline_engine(
         engine_class = TorchPipelineEngine
     world = group or run.world
     shard = run.training_cfg.batch_plan.shard
-    return engine_class(cfg, stages, loss, world, batch=shard, sample=run.sample_shape, dtype=run.dtype)
+    engine = engine_class(cfg, stages, loss, world, batch=shard, sample=run.sample_shape, dtype=run.dtype)
+    run.count_further_messages(engine.shared_memory_bytes)
+    return engine

@@ -25,7 +25,6 @@ class SingleProcessPipeline:
     has_first_stage = True
     has_last_stage = True
     last_rank = 0
-    shared_memory_bytes = 0
 
     def __init__(
         self,

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common.system import foreign_text
 from common.system.errors import UserError
 from common.techniques.recompute.forward_state import ForwardState
 from common.techniques.recompute.kept_operations import choose_policy, is_kept
 
 if TYPE_CHECKING:
     from common.training.saved_tensors import SavedTensors
+
+CHANGED_RESULT_TEXT = "cached during selective activation checkpoint has been mutated"
+"""Part of torch's message about a result that was changed in place after torch has kept it."""
 
 
 class RecomputedModule(nn.Module):
@@ -40,6 +42,7 @@ class RecomputedModule(nn.Module):
             return compute(*inputs, **options)
         state = ForwardState(self)
         if self.activation_observer is not None:
+            self.activation_observer.count_kept(state.list_copies())
             compute = functools.partial(self._compute_observed, compute, state, self.activation_observer)
         contexts = functools.partial(self._make_contexts, state)
         return checkpoint(compute, *inputs, use_reentrant=False, context_fn=contexts, **HOOK_OPTIONS, **options)
@@ -78,7 +81,7 @@ def explain_changed_results() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not foreign_text.is_change_of_kept_result(error):
+        if CHANGED_RESULT_TEXT not in str(error):
             raise
         raise UserError(
             "recompute=selective: a block changes the result of a matrix product or convolution in place, such as "

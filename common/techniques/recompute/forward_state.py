@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torch import nn
+from torch import Tensor, nn
 
 from common.models.sample_dropout import list_dropout_layers
 
@@ -15,16 +15,24 @@ class ForwardState:
 
     It consists of the positions of the samples, which dropout layers take from a queue, and of the buffers, such as the
     running statistics of BatchNorm. torch restores its own random state.
+
+    All buffers are copied. BatchNorm changes its statistics without a new version of the tensors, so that versions do
+    not show which buffers a forward pass changes.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self.positions = [(layer, layer.copy_positions()) for layer in list_dropout_layers([block])]
-        self.buffers = []
+        self.buffers: list[tuple[nn.Module, str, Tensor]] = []
+        """Each buffer's module, name and copy."""
         for module in block.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 self.buffers.append((module, name, buffer.clone()))
         self.is_restored = False
         """Whether a recomputation uses this state at the moment."""
+
+    def list_copies(self) -> list[Tensor]:
+        """Return the copies of the buffers."""
+        return [copy for _, _, copy in self.buffers]
 
     @contextlib.contextmanager
     def restore(self) -> Iterator[None]:

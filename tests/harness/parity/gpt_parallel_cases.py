@@ -68,6 +68,7 @@ MEMORY_TOLERANCES = {
     "parameters": 0,
     "peak_parameters": 0.05,
     "gradients": 0,
+    "peak_gradients": 0,
     "optimizer": 0,
     "activations": 0.05,
     "peak_activations": 0.05,

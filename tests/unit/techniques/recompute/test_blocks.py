@@ -18,6 +18,7 @@ from common.models.sample_dropout import list_dropout_layers
 from common.system.errors import UserError
 from common.techniques.recompute import recompute_blocks
 from common.techniques.recompute.blocks import list_blocks
+from common.training.saved_tensors import SavedTensors
 from configs.memory import NETWORKS_WITHOUT_BLOCKS
 from tests.harness.commands.refusals import expect_refusal
 
@@ -123,6 +124,22 @@ def test_gradients_and_buffers_do_not_change(name: str, recompute: str) -> None:
     for tensor_name, tensor in expected.items():
         assert torch.equal(tensors[tensor_name], tensor), tensor_name
     assert saved_bytes < 0.7 * expected_bytes
+
+
+def test_copies_of_buffers_count_as_activations() -> None:
+    """Each forward pass in training mode copies the buffers of each block."""
+    features = 1000
+    network = nn.Sequential(nn.Sequential(nn.Linear(2, features), nn.BatchNorm1d(features)))
+    recompute_blocks(network, "blocks")
+    copied_bytes = sum(buffer.nbytes for buffer in network.buffers())
+    x = torch.randn(3, 2)
+    with SavedTensors([network]) as saved:
+        losses = [network(x).sum() for _ in range(2)]
+        assert saved.peak_bytes == 2 * copied_bytes + x.nbytes
+        while losses:
+            losses.pop().backward()
+        network(x)
+    assert saved.peak_bytes == 2 * copied_bytes + x.nbytes, "backward passes release the copies"
 
 
 def test_a_copy_uses_its_own_parameters() -> None:
