@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,18 +45,21 @@ class StepMeter(StepHook):
         optimizer: Optimizer,
         *,
         step: int = 1,
+        count_remaining: Callable[[], int] | None = None,
         shared_memory_bytes: int = 0,
         local_parts: Mapping[str, LocalPart] | None = None,
     ) -> None:
         """Prepare the measurement of the parts of the model that this rank trains.
 
-        `step` is the number of the measured step, counted from 1 in each attempt. `shared_memory_bytes` is the number
-        of bytes that this rank sends through shared memory in each step. `local_parts` contains further state of this
-        rank by name.
+        `step` is the number of the measured step, counted from 1 in each attempt. `count_remaining` returns the number
+        of steps of the attempt before its first step; if there are fewer than `step`, the last one is measured.
+        `shared_memory_bytes` is the number of bytes that this rank sends through shared memory in each step.
+        `local_parts` contains further state of this rank by name.
         """
         self.parts = parts
         self.optimizer = optimizer
         self.steps_to_wait = step - 1
+        self.count_remaining = count_remaining
         self.shared_memory_bytes = shared_memory_bytes
         self.local_parts = local_parts or {}
         self.is_done = False
@@ -77,6 +80,10 @@ class StepMeter(StepHook):
     def state_bytes(self) -> int:
         """Bytes of the training state: parameters at their peak, gradients, optimizer and local state."""
         return sum(self.memory.get(name, 0) for name in ("peak_parameters", "gradients", "optimizer", "local"))
+
+    def on_start(self) -> None:
+        if self.count_remaining is not None:
+            self.steps_to_wait = max(0, min(self.steps_to_wait, self.count_remaining() - 1))
 
     def before_step(self) -> None:
         """Start to observe the measured step, or start again if the step is repeated."""
@@ -105,7 +112,7 @@ class StepMeter(StepHook):
         self.contexts.close()
 
     def gather_report(self, world: World) -> ReportData:
-        """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
+        """Report the memory and the sent bytes of each rank, or nothing if the attempt had no step."""
         activation_bytes = self.memory.get("peak_activations", self.memory.get("activations", 0))
         ranks = world.gather([self.state_bytes, activation_bytes, self.sent_bytes])
         if not ranks or not self.is_done:

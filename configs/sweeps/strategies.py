@@ -6,10 +6,13 @@ others are compared.
 
 from __future__ import annotations
 
+from configs.shared import Experiment
 from configs.strategies import Settings, Strategies
 
 SETTINGS: Settings = {"log.memory": "1"}
 """Settings of every run, in addition to those of the experiment."""
+MAIN_SETTINGS = ("model", "batch", "steps")
+"""Settings that a caption names also if they have their default values."""
 
 
 def list_points(strategies: Strategies, ranks: int, nodes: int = 1) -> list[dict[str, str]]:
@@ -20,3 +23,12 @@ def list_points(strategies: Strategies, ranks: int, nodes: int = 1) -> list[dict
     host = {"launch.nodes": "1"} if nodes > 1 else {}
     points = [settings | host for settings in strategies.list_candidates(1)]
     return points + strategies.list_candidates(ranks, nodes) if ranks > 1 else points
+
+
+def format_fixed_settings(cfg: Experiment, settings: Settings) -> str:
+    """Return the model, the batch and the steps of all runs, and the settings that differ from the defaults.
+
+    `cfg` is the config of one of the runs, and `settings` contains the settings of all runs.
+    """
+    main = {name: str(getattr(cfg, name)) for name in MAIN_SETTINGS if hasattr(cfg, name)}
+    return " ".join(f"{name}={value}" for name, value in {**main, **settings}.items())

@@ -8,6 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
+import shlex
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 from common.config import config
 from common.config.command_line import parse_command_line
 from common.runs import provenance
+from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import Experiment, Launch
@@ -22,12 +27,13 @@ from configs.strategies import Settings, Strategies
 from configs.sweeps import strategies as strategy_grid
 from slurm.arguments import check_experiment_name, parse_count
 from slurm.launch.sweep_file import SweepPlan, SweepPoint, make_point
-from slurm.launch.sweep_folder import REFUSED, SweepFolder
+from slurm.launch.sweep_folder import REFUSED, SweepFolder, format_settings
 from slurm.reports import strategies as strategy_report
 
 GRID_FILE = Path("configs", "sweeps", "strategies.py")
 MAX_RANKS = 1024
 MAX_ROUNDS = 100
+MAX_MISSING_NAMES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +56,11 @@ def is_strategy_grid(path: str) -> bool:
     return Path(path).resolve() == config.ROOT / GRID_FILE
 
 
-def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> SweepPlan:
-    """Return the sweep over all legal strategies of an experiment. Raises UserError for invalid arguments."""
+def plan_strategies(request: StrategyRequest, overrides: Sequence[str], *, runs_here: bool = True) -> SweepPlan:
+    """Return the sweep over all legal strategies of an experiment. Raises UserError for invalid arguments.
+
+    If the runs are executed on this machine (`runs_here`), all of them use the same type of device.
+    """
     if not request.experiment or not request.ranks:
         example = f"make sweep GRID={GRID_FILE} NAME=ddp_multinode RANKS=4"
         raise UserError(f"GRID={GRID_FILE} needs the experiment and the number of ranks, such as {example}")
@@ -60,13 +69,14 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> Sweep
     rounds = parse_count("ROUNDS", request.rounds or "1", MAX_ROUNDS)
     strategies = find_strategies(experiment)
     given = parse_command_line(overrides).values
-    check_overrides(given, strategies)
+    check_overrides(experiment, given, strategies)
 
     schema = config.import_schema(experiment)
     settings = {**strategy_grid.SETTINGS, **strategies.run, **given}
     reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given))
     cfg = load_strategy(schema, settings, reference)  # raises the error of a setting that all strategies share
-    settings |= choose_device(cfg.launch, ranks)
+    if runs_here:
+        settings |= choose_device(cfg.launch, ranks)
     legal = [reference]
     refused: dict[str, str] = {}
     for point in others:
@@ -94,12 +104,15 @@ def find_strategies(experiment: str) -> Strategies:
     return strategies
 
 
-def check_overrides(given: Settings, strategies: Strategies) -> None:
-    """Raise UserError if ARGS sets a setting in which the strategies differ."""
+def check_overrides(experiment: str, given: Settings, strategies: Strategies) -> None:
+    """Raise UserError if ARGS sets a setting in which the strategies differ, or too few steps."""
     varied = sorted(given.keys() & strategies.varied_settings)
     if varied:
         names = " and ".join(varied)
-        raise UserError(f"ARGS sets {names}, but the sweep compares all values; omit {names}")
+        command = f"make exp NAME={experiment} ARGS={shlex.quote(format_settings(given))}"
+        raise UserError(f"ARGS sets {names}, but the sweep compares all values; omit {names}, or start one run: {command}")
+    if given.get("steps") == "1":
+        raise UserError("steps=1: the first step of a run is not timed; use steps=2 or more, such as steps=20")
 
 
 def choose_device(launch: Launch, ranks: int) -> dict[str, str]:
@@ -141,6 +154,32 @@ def print_refused(refused: Mapping[str, str]) -> None:
         print(f"  not available: {members[0]}{others}: {reason}", flush=True)
 
 
+class StrategyProgress:
+    """Action after each run of a sweep on this machine: an estimate of the time, and a check of the first strategy."""
+
+    def __init__(self, sweep: SweepFolder, count: int) -> None:
+        """`count` is the number of runs of this command."""
+        self.sweep = sweep
+        self.remaining = count
+        self.has_estimate = False
+        self.run_started = time.monotonic()
+
+    def __call__(self, point: SweepPoint, folder: RunFolder, exit_status: int) -> None:
+        """Print an estimate after the first finished run. Raises UserError if the run of one process was refused."""
+        state = self.sweep.read_state(point)
+        if state == REFUSED and point is self.sweep.plan.points[0]:
+            shutil.rmtree(self.sweep.path)
+            raise UserError(f"no strategy can run: {self.sweep.read_reason(point)}")
+        self.remaining -= 1
+        seconds = time.monotonic() - self.run_started
+        self.run_started = time.monotonic()
+        if state == "FINISHED" and self.remaining and not self.has_estimate:
+            minutes = math.ceil(self.remaining * seconds / 60)
+            runs = format_count(self.remaining, "more run")
+            print(f"  {runs}: about {format_count(minutes, 'minute')}", flush=True)
+            self.has_estimate = True
+
+
 def report_strategies(sweep: SweepFolder) -> None:
     """Print the table of the strategies, and draw time against memory, as far as their runs have finished."""
     runs: dict[str, list[strategy_report.StrategyRun]] = {}
@@ -154,13 +193,18 @@ def report_strategies(sweep: SweepFolder) -> None:
             runs.setdefault(point.label, []).append(run)
         elif state == REFUSED:
             refused[point.label] = sweep.read_reason(point)
+        elif state == "FINISHED":
+            missing.append(f"{point.label} (no timed step; use steps=2 or more)")
         else:
             missing.append(f"{point.label} ({state.lower()})")
     print_refused(refused)
-    if len(runs) < 2:
-        print("too few finished runs for a table: one process and another strategy are needed; repeat the command")
-        return
-    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path)
     if missing:
-        print(f"not in the table: {format_count(len(missing), 'run')}: {', '.join(missing)}")
+        names = ", ".join(missing[:MAX_MISSING_NAMES])
+        others = f" and {len(missing) - MAX_MISSING_NAMES} more" if len(missing) > MAX_MISSING_NAMES else ""
+        print(f"not in the table: {format_count(len(missing), 'run')}: {names}{others}")
+    if len(runs) < 2:
+        print("no table: it needs measurements of at least two strategies; repeat the command", flush=True)
+        return
+    settings = strategy_grid.format_fixed_settings(sweep.plan.points[0].settings, sweep.plan.settings)
+    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path, settings)
     print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

@@ -259,11 +259,14 @@ def print_sweep_summary(sweep: SweepFolder, states: dict[str, str], number_to_ru
     print(f"  folder   {sweep.path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
 
 
-def read_plan(args: argparse.Namespace, overrides: list[str]) -> SweepPlan:
-    """Return the sweep that the arguments of the command request. Raises UserError."""
+def read_plan(args: argparse.Namespace, overrides: list[str], *, runs_here: bool) -> SweepPlan:
+    """Return the sweep that the arguments of the command request. Raises UserError.
+
+    `runs_here` is true if the runs are executed on this machine.
+    """
     request = StrategyRequest(args.name, args.ranks, args.rounds)
     if strategy_sweep.is_strategy_grid(args.grid):
-        return strategy_sweep.plan_strategies(request, overrides)
+        return strategy_sweep.plan_strategies(request, overrides, runs_here=runs_here)
     if request.given:
         names = " and ".join(request.given)
         raise UserError(f"{names} can be set only with GRID={strategy_sweep.GRID_FILE}; omit {names}, or use this grid")
@@ -276,9 +279,9 @@ def main(args: argparse.Namespace) -> int:
     follow = parse_zero_or_one("FOLLOW", args.follow)
     dry_run = parse_zero_or_one("DRY_RUN", args.dry_run)
     arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
-    plan = read_plan(args, arguments)
-    profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
+    plan = read_plan(args, arguments, runs_here=scheduler is None)
+    profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     if scheduler is not None:
         reject_elastic_points(plan)
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
@@ -298,11 +301,14 @@ def main(args: argparse.Namespace) -> int:
         point_runs = omit_points_with_running_attempts(point_runs)
         exit_status = 0
         if point_runs and scheduler is None:
-            exit_status = run_points_locally(sweep, point_runs)
+            on_end = strategy_sweep.StrategyProgress(sweep, len(point_runs)) if plan.compares_strategies else None
+            exit_status = run_points_locally(sweep, point_runs, on_end)
         elif point_runs and scheduler is not None:
             submit_points(sweep, point_runs, profile, scheduler)
         if follow and (scheduler is not None or not point_runs):
             exit_status = follow_sweep(sweep)
         if plan.compares_strategies:
             strategy_sweep.report_strategies(sweep)
+        if scheduler is None and exit_status in STOPPED_STATUSES:
+            print("the sweep was stopped; to continue it, repeat the command", flush=True)
         return exit_status

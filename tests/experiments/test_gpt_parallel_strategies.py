@@ -49,7 +49,7 @@ def test_a_custom_network_is_compared_in_every_legal_strategy(tmp_path: Path, ca
         assert float(memory) > 0
         assert (float(sent) > 0) == (number > 1)
         assert float(difference) < 1e-5
-    assert "4 steps after the first ones, in 1 round" in out, "five of six steps are timed, and one of them is skipped"
+    assert "4 steps after the warm-up, in 1 round" in out, "five of six steps are timed, and one of them is skipped"
     (folder,) = (tmp_path / "runs" / "sweeps").iterdir()
     assert "replicas=2" in (folder / "strategies.svg").read_text()
     cells = json.loads((folder / "sweep.json").read_text())["cells"]
