@@ -13,6 +13,8 @@ SETTINGS: Settings = {"log.memory": "1"}
 """Settings of every run, in addition to those of the experiment."""
 MAIN_SETTINGS = ("model", "batch", "steps")
 """Settings that a caption names also if they have their default values."""
+HIDDEN_PREFIXES = ("runs", "log.", "wandb.", "data.cache", "data.test_limit", "evaluate_every", "plot", "prompt")
+"""Starts of the names of settings that a caption omits, because they do not affect a training step."""
 
 
 def list_points(strategies: Strategies, ranks: int, nodes: int = 1) -> list[dict[str, str]]:
@@ -26,9 +28,12 @@ def list_points(strategies: Strategies, ranks: int, nodes: int = 1) -> list[dict
 
 
 def format_fixed_settings(cfg: Experiment, settings: Settings) -> str:
-    """Return the model, the batch and the steps of all runs, and the settings that differ from the defaults.
+    """Return the model, the batch and the steps of all runs, and other settings that affect the measurements.
 
     `cfg` is the config of one of the runs, and `settings` contains the settings of all runs.
     """
-    main = {name: str(getattr(cfg, name)) for name in MAIN_SETTINGS if hasattr(cfg, name)}
-    return " ".join(f"{name}={value}" for name, value in {**main, **settings}.items())
+    shown = {name: str(getattr(cfg, name)) for name in MAIN_SETTINGS if hasattr(cfg, name)}
+    for name, value in settings.items():
+        if not name.startswith(HIDDEN_PREFIXES):
+            shown[name] = value
+    return " ".join(f"{name}={value}" for name, value in shown.items())

@@ -8,10 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import shlex
-import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 from common.config import config
 from common.config.command_line import parse_command_line
 from common.runs import provenance
-from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import Experiment, Launch
@@ -152,32 +148,6 @@ def print_refused(refused: Mapping[str, str]) -> None:
     for reason, members in labels.items():
         others = f" and {len(members) - 1} more" if len(members) > 1 else ""
         print(f"  not available: {members[0]}{others}: {reason}", flush=True)
-
-
-class StrategyProgress:
-    """Action after each run of a sweep on this machine: an estimate of the time, and a check of the first strategy."""
-
-    def __init__(self, sweep: SweepFolder, count: int) -> None:
-        """`count` is the number of runs of this command."""
-        self.sweep = sweep
-        self.remaining = count
-        self.has_estimate = False
-        self.run_started = time.monotonic()
-
-    def __call__(self, point: SweepPoint, folder: RunFolder, exit_status: int) -> None:
-        """Print an estimate after the first finished run. Raises UserError if the run of one process was refused."""
-        state = self.sweep.read_state(point)
-        if state == REFUSED and point is self.sweep.plan.points[0]:
-            shutil.rmtree(self.sweep.path)
-            raise UserError(f"no strategy can run: {self.sweep.read_reason(point)}")
-        self.remaining -= 1
-        seconds = time.monotonic() - self.run_started
-        self.run_started = time.monotonic()
-        if state == "FINISHED" and self.remaining and not self.has_estimate:
-            minutes = math.ceil(self.remaining * seconds / 60)
-            runs = format_count(self.remaining, "more run")
-            print(f"  {runs}: about {format_count(minutes, 'minute')}", flush=True)
-            self.has_estimate = True
 
 
 def report_strategies(sweep: SweepFolder) -> None:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import math
 import shlex
 import shutil
 import signal
@@ -32,7 +33,7 @@ from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_sett
 from slurm.launch import strategy_sweep, submit, sweep_file
 from slurm.launch.strategy_sweep import StrategyRequest
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
-from slurm.launch.sweep_folder import REFUSED, SweepFolder, lock_sweep
+from slurm.launch.sweep_folder import REFUSED, SweepFolder, lock_sweep, remove_if_nothing_started
 from slurm.reports import liveness, status
 from slurm.scheduling import sbatch, submission
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
@@ -183,6 +184,23 @@ def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
+class TimeEstimate:
+    """Estimate of the time that a sweep takes on this machine, from the first run that finishes."""
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel = parallel
+        self.started = time.monotonic()
+        self.is_printed = False
+
+    def print_once(self, waiting: int) -> None:
+        """Print the estimate for the runs that have not started yet, unless it was printed before."""
+        if waiting and not self.is_printed:
+            seconds = math.ceil(waiting / self.parallel) * (time.monotonic() - self.started)
+            minutes = format_count(math.ceil(seconds / 60), "minute")
+            print(f"  {format_count(waiting, 'run')} to start: about {minutes}", flush=True)
+        self.is_printed = True
+
+
 def run_points_locally(
     sweep: SweepFolder,
     point_runs: list[PointRun],
@@ -198,6 +216,7 @@ def run_points_locally(
     """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}
+    estimate = TimeEstimate(sweep.plan.parallel)
     stop_signal = 0
     stopped_status = 0
     has_failed = False
@@ -229,6 +248,8 @@ def run_points_locally(
                 if stops_with_run and process.returncode in STOPPED_STATUSES:
                     stopped_status = process.returncode
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
+                if state == "FINISHED":
+                    estimate.print_once(len(waiting))
                 if on_end is not None:
                     on_end(point, RunFolder(sweep.runs / cell["run"]), process.returncode)
             time.sleep(0.1)
@@ -301,10 +322,11 @@ def main(args: argparse.Namespace) -> int:
         point_runs = omit_points_with_running_attempts(point_runs)
         exit_status = 0
         if point_runs and scheduler is None:
-            on_end = strategy_sweep.StrategyProgress(sweep, len(point_runs)) if plan.compares_strategies else None
-            exit_status = run_points_locally(sweep, point_runs, on_end)
+            with remove_if_nothing_started(sweep):
+                exit_status = run_points_locally(sweep, point_runs)
         elif point_runs and scheduler is not None:
-            submit_points(sweep, point_runs, profile, scheduler)
+            with remove_if_nothing_started(sweep):
+                submit_points(sweep, point_runs, profile, scheduler)
         if follow and (scheduler is not None or not point_runs):
             exit_status = follow_sweep(sweep)
         if plan.compares_strategies:
