@@ -106,7 +106,9 @@ def check_overrides(experiment: str, given: Settings, strategies: Strategies) ->
     if varied:
         names = " and ".join(varied)
         command = f"make exp NAME={experiment} ARGS={shlex.quote(format_settings(given))}"
-        raise UserError(f"ARGS sets {names}, but the sweep compares all values; omit {names}, or start one run: {command}")
+        raise UserError(
+            f"ARGS sets {names}, but the sweep compares all values; omit {names}, or start one run: {command}"
+        )
     if given.get("steps") == "1":
         raise UserError("steps=1: the first step of a run is not timed; use steps=2 or more, such as steps=20")
 

@@ -208,9 +208,7 @@ def summarize(runs: Mapping[str, Sequence[StrategyRun]]) -> list[StrategySummary
     return summaries
 
 
-def print_report(
-    experiment: str, runs: Mapping[str, Sequence[StrategyRun]], folder: Path, settings: str = ""
-) -> None:
+def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], folder: Path, settings: str = "") -> None:
     """Print the table and the answers, and draw the figure in a folder. `runs` has at least two strategies.
 
     `settings` names the settings that all runs share.
@@ -252,8 +250,8 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
         f"step time: median [quartiles] of {number} steps after the warm-up, in {format_count(rounds, 'round')}",
         "memory: training state and activations of the rank that needs most memory",
         "sent: bytes per step of the rank that sends most",
-        f"idle: share of time in which ranks wait for other stages, or for messages that do not overlap with computation; "
-        f"{MISSING} if the experiment does not measure it for a strategy",
+        "idle: share of time in which ranks wait for other stages, or for messages that do not overlap with "
+        f"computation; {MISSING} if the experiment does not measure it for a strategy",
         "loss difference: largest difference of a step's loss from that of one process",
     ]
     if rounds == 1:

@@ -54,8 +54,8 @@ def test_a_refused_strategy_is_listed_with_the_reason(capsys: pytest.CaptureFixt
     assert "processes_per_node=4 strategy=fsdp" not in labels
     print_refused(sweep.refused)
     assert capsys.readouterr().out == (
-        "  not available: processes_per_node=4 strategy=fsdp and 2 more: static_graph applies to DDP only; use strategy=ddp or "
-        "omit static_graph\n"
+        "  not available: processes_per_node=4 strategy=fsdp and 2 more: static_graph applies to DDP only; use "
+        "strategy=ddp or omit static_graph\n"
     )
 
 
