@@ -162,5 +162,6 @@ def check_sync_batchnorm(sync_batchnorm: bool, model: str) -> None:
     """Raise ValueError if BatchNorm is to be synchronized in a network without BatchNorm layers."""
     if sync_batchnorm and model in ("mlp", "convnet"):
         raise ValueError(
-            f"sync_batchnorm=true requires BatchNorm layers, but model={model} has none; use model=resnet18"
+            f"sync_batchnorm=true requires BatchNorm layers, but model={model} has none; use sync_batchnorm=false, or "
+            "model=resnet18"
         )

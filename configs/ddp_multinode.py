@@ -17,14 +17,30 @@ STRATEGIES = Strategies(
     degrees={
         "processes_per_node": (
             {"strategy": "ddp"},
+            {"zero1": "true"},
             {"strategy": "fsdp"},
+            {"strategy": "fsdp", "reshard": "false"},
+            {"strategy": "fsdp", "fsdp": "2"},
             {"communication": "fp16"},
             {"communication": "bf16"},
             {"communication": "powersgd"},
         ),
     },
-    # PowerSGD sends whole gradients in the first ten steps. With larger steps, differences by rounding grow faster.
-    run={"steps": "60", "data.test_limit": "1000", "log.memory": "12", "optim.lr": "0.002"},
+    options=({}, {"recompute": "blocks"}),
+    # ResNet-18 has blocks that can be recomputed. All strategies use the BatchNorm statistics of the whole batch, so
+    # that the losses are equal. PowerSGD sends whole gradients in the first ten steps. With a larger learning rate,
+    # differences by rounding grow faster.
+    run={
+        "model": "resnet18",
+        "sync_batchnorm": "true",
+        "data.name": "generated",
+        "data.image_size": "16",
+        "data.samples": "1280",
+        "data.test_limit": "64",
+        "steps": "20",
+        "log.memory": "12",
+        "optim.lr": "0.002",
+    },
 )
 DDP_ONLY = "use strategy=ddp or omit"
 STATE_LOST = "because losing a rank would lose part of the state"

@@ -30,8 +30,16 @@ STRATEGIES = Strategies(
         ),
     },
     undivided={"stages": {"mode": "single"}},
+    options=({}, {"recompute": "blocks"}),
     # BatchNorm needs microbatches of the same size in all strategies, so that the losses are equal.
-    run={"steps": "9", "split_size": "8", "devices": "[]", "plot": "false", "data.test_limit": "64"},
+    run={
+        "width": "32",
+        "split_size": "8",
+        "devices": "[]",
+        "plot": "false",
+        "data.test_limit": "64",
+        "steps": "20",
+    },
 )
 
 

@@ -84,8 +84,8 @@ class Log:
     computes it. true always computes the norm. In pipelines, the norm includes the gradients of all stages. With local
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
     memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
-    """Step of each attempt in which each rank measures the bytes of its training state, activations and messages; 0
-    disables the measurement."""
+    """Step of each attempt in which each rank measures the bytes of its training state, activations and messages. If
+    the attempt has fewer steps, the last one is measured. 0 disables the measurement."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 

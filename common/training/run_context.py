@@ -206,7 +206,8 @@ class RunContext(RunData):
     def add_step_meter(self) -> StepMeter:
         """Measure the memory and the messages of this rank in one step of this attempt (`log.memory`, by default 1).
 
-        Call this method after `register`, on all ranks. Another call returns the same meter.
+        If the attempt has fewer steps, its last step is measured. Call this method after `register`, on all ranks.
+        Another call returns the same meter.
         """
         from common.training.step_meter import StepMeter  # imported here because most runs do not measure memory
 
@@ -217,6 +218,7 @@ class RunContext(RunData):
                 self.metered_modules or self.state.parts,
                 self.state.optimizer,
                 step=max(1, self.cfg.log.memory),
+                count_remaining=lambda: self.total - self.step,
                 further_message_bytes=self.further_message_bytes,
                 local_parts=self.local_parts,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,18 +44,21 @@ class StepMeter(StepHook):
         optimizer: Optimizer,
         *,
         step: int = 1,
+        count_remaining: Callable[[], int] | None = None,
         further_message_bytes: int = 0,
         local_parts: Mapping[str, LocalPart] | None = None,
     ) -> None:
         """Prepare the measurement of the parts of the model that this rank trains.
 
-        `step` is the number of the measured step, counted from 1 in each attempt. `further_message_bytes` is the
-        number of bytes that this rank sends in another way than through torch.distributed. `local_parts` contains
-        further state of this rank by name.
+        `step` is the number of the measured step, counted from 1 in each attempt. `count_remaining` returns the number
+        of steps of the attempt before its first step; if there are fewer than `step`, the last one is measured.
+        `further_message_bytes` is the number of bytes that this rank sends in another way than through
+        torch.distributed. `local_parts` contains further state of this rank by name.
         """
         self.parts = parts
         self.optimizer = optimizer
         self.steps_to_wait = step - 1
+        self.count_remaining = count_remaining
         self.further_message_bytes = further_message_bytes
         self.local_parts = local_parts or {}
         self.formulas: Mapping[str, int] = {}
@@ -79,6 +82,10 @@ class StepMeter(StepHook):
     def state_bytes(self) -> int:
         """Bytes of the training state: parameters and gradients at their peaks, optimizer and local state."""
         return sum(self.memory.get(name, 0) for name in ("peak_parameters", "peak_gradients", "optimizer", "local"))
+
+    def on_start(self) -> None:
+        if self.count_remaining is not None:
+            self.steps_to_wait = max(0, min(self.steps_to_wait, self.count_remaining() - 1))
 
     def before_step(self) -> None:
         """Start to observe the measured step, or start again if the step is repeated."""
@@ -112,7 +119,7 @@ class StepMeter(StepHook):
         self.formulas = formulas
 
     def gather_report(self, world: World) -> ReportData:
-        """Report the memory and the sent bytes of each rank, or nothing if the attempt had too few steps."""
+        """Report the memory and the sent bytes of each rank, or nothing if the attempt had no step."""
         activation_bytes = self.memory.get("peak_activations", self.memory.get("activations", 0))
         ranks = world.gather([self.state_bytes, activation_bytes, self.sent_bytes])
         memory = world.gather(self.memory)

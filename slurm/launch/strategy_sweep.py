@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from configs.strategies import Settings, Strategies
 from configs.sweeps import strategies as strategy_grid
 from slurm.arguments import check_experiment_name, parse_count
 from slurm.launch.sweep_file import SweepPlan, SweepPoint, make_point
-from slurm.launch.sweep_folder import REFUSED, SweepFolder
+from slurm.launch.sweep_folder import REFUSED, SweepFolder, format_settings
 from slurm.reports import strategies as strategy_report
 
 GRID_FILE = Path("configs", "sweeps", "strategies.py")
 MAX_RANKS = 1024
 MAX_ROUNDS = 100
+MAX_MISSING_NAMES = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +52,11 @@ def is_strategy_grid(path: str) -> bool:
     return Path(path).resolve() == config.ROOT / GRID_FILE
 
 
-def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> SweepPlan:
-    """Return the sweep over all legal strategies of an experiment. Raises UserError for invalid arguments."""
+def plan_strategies(request: StrategyRequest, overrides: Sequence[str], *, runs_here: bool = True) -> SweepPlan:
+    """Return the sweep over all legal strategies of an experiment. Raises UserError for invalid arguments.
+
+    If the runs are executed on this machine (`runs_here`), all of them use the same type of device.
+    """
     if not request.experiment or not request.ranks:
         example = f"make sweep GRID={GRID_FILE} NAME=ddp_multinode RANKS=4"
         raise UserError(f"GRID={GRID_FILE} needs the experiment and the number of ranks, such as {example}")
@@ -60,13 +65,14 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str]) -> Sweep
     rounds = parse_count("ROUNDS", request.rounds or "1", MAX_ROUNDS)
     strategies = find_strategies(experiment)
     given = parse_command_line(overrides).values
-    check_overrides(given, strategies)
+    check_overrides(experiment, given, strategies)
 
     schema = config.import_schema(experiment)
     settings = {**strategy_grid.SETTINGS, **strategies.run, **given}
     reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given))
     cfg = load_strategy(schema, settings, reference)  # raises the error of a setting that all strategies share
-    settings |= choose_device(cfg.launch, ranks)
+    if runs_here:
+        settings |= choose_device(cfg.launch, ranks)
     legal = [reference]
     refused: dict[str, str] = {}
     for point in others:
@@ -94,12 +100,17 @@ def find_strategies(experiment: str) -> Strategies:
     return strategies
 
 
-def check_overrides(given: Settings, strategies: Strategies) -> None:
-    """Raise UserError if ARGS sets a setting in which the strategies differ."""
+def check_overrides(experiment: str, given: Settings, strategies: Strategies) -> None:
+    """Raise UserError if ARGS sets a setting in which the strategies differ, or too few steps."""
     varied = sorted(given.keys() & strategies.varied_settings)
     if varied:
         names = " and ".join(varied)
-        raise UserError(f"ARGS sets {names}, but the sweep compares all values; omit {names}")
+        command = f"make exp NAME={experiment} ARGS={shlex.quote(format_settings(given))}"
+        raise UserError(
+            f"ARGS sets {names}, but the sweep compares all values; omit {names}, or start one run: {command}"
+        )
+    if given.get("steps") == "1":
+        raise UserError("steps=1: the first step of a run is not timed; use steps=2 or more, such as steps=20")
 
 
 def choose_device(launch: Launch, ranks: int) -> dict[str, str]:
@@ -154,13 +165,18 @@ def report_strategies(sweep: SweepFolder) -> None:
             runs.setdefault(point.label, []).append(run)
         elif state == REFUSED:
             refused[point.label] = sweep.read_reason(point)
+        elif state == "FINISHED":
+            missing.append(f"{point.label} (no timed step; use steps=2 or more)")
         else:
             missing.append(f"{point.label} ({state.lower()})")
     print_refused(refused)
-    if len(runs) < 2:
-        print("too few finished runs for a table: one process and another strategy are needed; repeat the command")
-        return
-    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path)
     if missing:
-        print(f"not in the table: {format_count(len(missing), 'run')}: {', '.join(missing)}")
+        names = ", ".join(missing[:MAX_MISSING_NAMES])
+        others = f" and {len(missing) - MAX_MISSING_NAMES} more" if len(missing) > MAX_MISSING_NAMES else ""
+        print(f"not in the table: {format_count(len(missing), 'run')}: {names}{others}")
+    if len(runs) < 2:
+        print("no table: it needs measurements of at least two strategies; repeat the command", flush=True)
+        return
+    settings = strategy_grid.format_fixed_settings(sweep.plan.points[0].settings, sweep.plan.settings)
+    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path, settings)
     print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

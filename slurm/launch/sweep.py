@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import math
 import shlex
 import shutil
 import signal
@@ -32,7 +33,7 @@ from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_sett
 from slurm.launch import strategy_sweep, submit, sweep_file
 from slurm.launch.strategy_sweep import StrategyRequest
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
-from slurm.launch.sweep_folder import REFUSED, SweepFolder, lock_sweep
+from slurm.launch.sweep_folder import REFUSED, SweepFolder, lock_sweep, remove_if_nothing_started
 from slurm.reports import liveness, status
 from slurm.scheduling import sbatch, submission
 from slurm.scheduling.scheduler import Scheduler, choose_scheduler
@@ -183,6 +184,23 @@ def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
+class TimeEstimate:
+    """Estimate of the time that a sweep takes on this machine, from the first run that finishes."""
+
+    def __init__(self, parallel: int) -> None:
+        self.parallel = parallel
+        self.started = time.monotonic()
+        self.is_printed = False
+
+    def print_once(self, waiting: int) -> None:
+        """Print the estimate for the runs that have not started yet, unless it was printed before."""
+        if waiting and not self.is_printed:
+            seconds = math.ceil(waiting / self.parallel) * (time.monotonic() - self.started)
+            minutes = format_count(math.ceil(seconds / 60), "minute")
+            print(f"  {format_count(waiting, 'run')} to start: about {minutes}", flush=True)
+        self.is_printed = True
+
+
 def run_points_locally(
     sweep: SweepFolder,
     point_runs: list[PointRun],
@@ -198,6 +216,7 @@ def run_points_locally(
     """
     waiting = list(point_runs)
     running: dict[subprocess.Popen[bytes], SweepPoint] = {}
+    estimate = TimeEstimate(sweep.plan.parallel)
     stop_signal = 0
     stopped_status = 0
     has_failed = False
@@ -229,6 +248,8 @@ def run_points_locally(
                 if stops_with_run and process.returncode in STOPPED_STATUSES:
                     stopped_status = process.returncode
                 print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
+                if state == "FINISHED":
+                    estimate.print_once(len(waiting))
                 if on_end is not None:
                     on_end(point, RunFolder(sweep.runs / cell["run"]), process.returncode)
             time.sleep(0.1)
@@ -259,11 +280,14 @@ def print_sweep_summary(sweep: SweepFolder, states: dict[str, str], number_to_ru
     print(f"  folder   {sweep.path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
 
 
-def read_plan(args: argparse.Namespace, overrides: list[str]) -> SweepPlan:
-    """Return the sweep that the arguments of the command request. Raises UserError."""
+def read_plan(args: argparse.Namespace, overrides: list[str], *, runs_here: bool) -> SweepPlan:
+    """Return the sweep that the arguments of the command request. Raises UserError.
+
+    `runs_here` is true if the runs are executed on this machine.
+    """
     request = StrategyRequest(args.name, args.ranks, args.rounds)
     if strategy_sweep.is_strategy_grid(args.grid):
-        return strategy_sweep.plan_strategies(request, overrides)
+        return strategy_sweep.plan_strategies(request, overrides, runs_here=runs_here)
     if request.given:
         names = " and ".join(request.given)
         raise UserError(f"{names} can be set only with GRID={strategy_sweep.GRID_FILE}; omit {names}, or use this grid")
@@ -276,9 +300,9 @@ def main(args: argparse.Namespace) -> int:
     follow = parse_zero_or_one("FOLLOW", args.follow)
     dry_run = parse_zero_or_one("DRY_RUN", args.dry_run)
     arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
-    plan = read_plan(args, arguments)
-    profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     scheduler = choose_scheduler(args.launch or "auto")
+    plan = read_plan(args, arguments, runs_here=scheduler is None)
+    profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
     if scheduler is not None:
         reject_elastic_points(plan)
     path = (Path(plan.points[0].settings.runs) / "sweeps" / plan.name).absolute()
@@ -298,11 +322,15 @@ def main(args: argparse.Namespace) -> int:
         point_runs = omit_points_with_running_attempts(point_runs)
         exit_status = 0
         if point_runs and scheduler is None:
-            exit_status = run_points_locally(sweep, point_runs)
+            with remove_if_nothing_started(sweep):
+                exit_status = run_points_locally(sweep, point_runs)
         elif point_runs and scheduler is not None:
-            submit_points(sweep, point_runs, profile, scheduler)
+            with remove_if_nothing_started(sweep):
+                submit_points(sweep, point_runs, profile, scheduler)
         if follow and (scheduler is not None or not point_runs):
             exit_status = follow_sweep(sweep)
         if plan.compares_strategies:
             strategy_sweep.report_strategies(sweep)
+        if scheduler is None and exit_status in STOPPED_STATUSES:
+            print("the sweep was stopped; to continue it, repeat the command", flush=True)
         return exit_status

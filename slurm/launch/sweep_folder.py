@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,17 @@ def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:
 def format_settings(settings: Mapping[str, str]) -> str:
     """Format settings as command-line arguments, quoted for a shell."""
     return shlex.join(f"{key}={value}" for key, value in settings.items())
+
+
+@contextlib.contextmanager
+def remove_if_nothing_started(sweep: SweepFolder) -> Iterator[None]:
+    """Delete the folder of a sweep if the block raises UserError and no run of the sweep exists."""
+    try:
+        yield
+    except UserError:
+        if not sweep.cells:
+            shutil.rmtree(sweep.path)
+        raise
 
 
 @contextlib.contextmanager

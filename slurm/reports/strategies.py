@@ -41,7 +41,7 @@ class StrategyRun:
     host_cores: int
     """Number of cores of the host if all ranks ran on the CPUs of one host, otherwise 0."""
     step_seconds: Sequence[float]
-    """Durations of the steps after the first ones."""
+    """Durations of the steps after the warm-up."""
     losses: Sequence[float]
     """Loss of each step."""
     samples_per_step: float
@@ -208,8 +208,11 @@ def summarize(runs: Mapping[str, Sequence[StrategyRun]]) -> list[StrategySummary
     return summaries
 
 
-def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], folder: Path) -> None:
-    """Print the table and the answers, and draw the figure in a folder. `runs` has at least two strategies."""
+def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], folder: Path, settings: str = "") -> None:
+    """Print the table and the answers, and draw the figure in a folder. `runs` has at least two strategies.
+
+    `settings` names the settings that all runs share.
+    """
     from rich.console import Console  # imported here because most commands print no such table
     from rich.table import Table
 
@@ -224,6 +227,8 @@ def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], fol
         table.add_row(str(number), *row.format_cells())
     console = Console(width=max(MIN_WIDTH, get_terminal_width()), highlight=False)
     console.print(table)
+    if settings:
+        print(f"settings of all runs: {settings}")
     print(describe_measurement(rows))
     for question, answer in answer_questions(rows).items():
         print(f"  {question:<22} {answer}")
@@ -242,9 +247,11 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
     rounds = max(len(row.runs) for row in rows)
     number = " to ".join(str(count) for count in dict.fromkeys((steps[0], steps[-1])))
     lines = [
-        f"step time: median [quartiles] of {number} steps after the first ones, in {format_count(rounds, 'round')}",
+        f"step time: median [quartiles] of {number} steps after the warm-up, in {format_count(rounds, 'round')}",
         "memory: training state and activations of the rank that needs most memory",
         "sent: bytes per step of the rank that sends most",
+        "idle: share of time in which ranks wait for other stages, or for messages that do not overlap with "
+        f"computation; {MISSING} if the experiment does not measure it for a strategy",
         "loss difference: largest difference of a step's loss from that of one process",
     ]
     if rounds == 1:
@@ -272,11 +279,16 @@ def answer_questions(rows: Sequence[StrategySummary]) -> dict[str, str]:
 
 
 def format_best(rows: Sequence[StrategySummary], values: Sequence[float]) -> str:
-    """Return the number and the label of the fastest row whose value is at most SIMILAR times the smallest value."""
+    """Return the number and the label of the fastest row whose value is at most SIMILAR times the smallest value.
+
+    The numbers of the other rows with such values are listed.
+    """
     limit = SIMILAR * min(values)
-    best = [number for number, value in enumerate(values) if value <= limit]
-    number = min(best, key=lambda number: rows[number].milliseconds)
-    return f"{number + 1}: {rows[number].label}"
+    best = [number for number, value in enumerate(values, 1) if value <= limit]
+    fastest = min(best, key=lambda number: rows[number - 1].milliseconds)
+    others = ", ".join(str(number) for number in best if number != fastest)
+    equal = f" (within {SIMILAR - 1:.0%}: {others})" if others else ""
+    return f"{fastest}: {rows[fastest - 1].label}{equal}"
 
 
 def draw_figure(path: Path, experiment: str, rows: Sequence[StrategySummary]) -> None:

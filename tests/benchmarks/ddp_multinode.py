@@ -97,7 +97,7 @@ PARTS = [
     ),
     unequal_ranks.PART,
     elastic_cost.PART,
-    strategies.make_part(NAME, ("convnet", "batch size 64")),
+    strategies.make_part(NAME),
 ]
 FIGURES: dict[str, Figure] = {
     NAME: (f"{NAME}/step", make_bar_drawer("ResNet-18, batch 128")),

@@ -433,6 +433,6 @@ PARTS = [
         facts=("2 processes with 1 thread each",),
     ),
     GPU_PART,
-    strategies.make_part(NAME, ("float32", "the default model", "24 samples of 128 bytes")),
+    strategies.make_part(NAME),
 ]
 FIGURES: dict[str, Figure] = strategies.make_figures(NAME)

@@ -146,7 +146,7 @@ PARTS = [
         facts=("1 thread per stage unless the table states otherwise", "batch size 64"),
         attachments=timelines("naive", "gpipe", "1f1b"),
     ),
-    strategies.make_part(NAME, ("ResNet-18, 32 px", "batch size 64", "microbatches of 8 samples")),
+    strategies.make_part(NAME),
 ]
 FIGURES: dict[str, Figure] = {
     **steps_of(

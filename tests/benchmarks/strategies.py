@@ -94,12 +94,19 @@ def describe_ranks() -> str:
     return f"one process with {cores} threads, and {RANKS} ranks on {cores} cores{crowded}"
 
 
-def make_part(name: str, facts: Sequence[str]) -> Part:
+def describe_settings(name: str) -> str:
+    """Return the settings of all runs."""
+    settings = {**strategy_grid.SETTINGS, **get_strategies(name).run}
+    cfg = config.load_config(config.import_schema(name), [f"{key}={value}" for key, value in settings.items()])
+    return f"settings of all runs: {strategy_grid.format_fixed_settings(cfg, settings)}"
+
+
+def make_part(name: str) -> Part:
     """Return the comparison of all strategies of an experiment."""
     comparison = StrategyComparison(name)
     title = f"one process and every strategy of {RANKS} ranks"
-    all_facts = (describe_ranks(), *facts)
-    return Part(f"{name}/strategies", title, comparison.list_tasks, comparison.make_table, facts=all_facts)
+    facts = (describe_ranks(), describe_settings(name))
+    return Part(f"{name}/strategies", title, comparison.list_tasks, comparison.make_table, facts=facts)
 
 
 def make_figures(name: str) -> dict[str, Figure]:

@@ -84,9 +84,12 @@ def train(run: Run, meter: StepMeter, model: nn.Module, optimizer: torch.optim.O
             assert not meter.memory, "the step has not ended"
 
 
-@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("number", [0, 2, 9])
 def test_one_step_is_measured(number: int, attempt_folder: RunFolder, cache: Path, world: World) -> None:
-    """The momentum, which the first step creates, belongs to the training state."""
+    """The momentum, which the first step creates, belongs to the training state.
+
+    If the run has fewer steps than `log.memory`, the last one is measured.
+    """
     log = Log(memory=number, progress="none")
     cfg = Config(batch=16, steps=2, data=Data(name="digits"), log=log)
     run = Run(cfg, attempt_folder, Ranks(world), prepare_digits(cache))

@@ -30,10 +30,10 @@ def plan(*overrides: str, name: str = NAME, ranks: str = "4", rounds: str = "") 
 def test_the_first_point_is_one_process_and_all_points_have_the_same_settings() -> None:
     sweep = plan("batch=32")
     labels = [point.label for point in sweep.points]
-    assert labels[:2] == ["one process", "processes_per_node=4 strategy=ddp"]
+    assert labels[:3] == ["one process", "one process recompute=blocks", "processes_per_node=4 strategy=ddp"]
     for point in sweep.points:
         cfg = point.settings
-        assert cfg.processes == (1 if point.label == "one process" else 4)
+        assert cfg.processes == (1 if point.label.startswith("one process") else 4)
         assert cfg.log.memory == 12
         assert getattr(cfg, "batch", 0) == 32
         assert cfg.wandb.group == sweep.name
@@ -54,17 +54,17 @@ def test_a_refused_strategy_is_listed_with_the_reason(capsys: pytest.CaptureFixt
     assert "processes_per_node=4 strategy=fsdp" not in labels
     print_refused(sweep.refused)
     assert capsys.readouterr().out == (
-        "  not available: processes_per_node=4 strategy=fsdp: static_graph applies to DDP only; use strategy=ddp or "
-        "omit static_graph\n"
+        "  not available: processes_per_node=4 strategy=fsdp and 2 more: static_graph applies to DDP only; use "
+        "strategy=ddp or omit static_graph\n"
     )
 
 
 def test_a_batch_that_the_ranks_cannot_divide_leaves_one_process(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = plan("batch=63", ranks="2")
-    assert [point.label for point in sweep.points] == ["one process"]
+    assert [point.label for point in sweep.points] == ["one process", "one process recompute=blocks"]
     print_refused(sweep.refused)
     out = capsys.readouterr().out
-    assert "processes_per_node=2 strategy=ddp and 4 more: batch=63 cannot be divided evenly" in out
+    assert "processes_per_node=2 strategy=ddp and 8 more: batch=63 cannot be divided evenly" in out
 
 
 def test_sweeps_with_different_settings_have_different_names() -> None:
@@ -84,6 +84,13 @@ def test_all_strategies_use_the_same_type_of_device(
     assert choose_device(Launch(backend="builtin"), 4) == {}
 
 
+@pytest.mark.parametrize("runs_here", [True, False])
+def test_jobs_of_a_cluster_choose_their_device(runs_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "count_visible_gpus", lambda: 2)
+    sweep = plan_strategies(StrategyRequest("resnet_modelparallel", "2", ""), ["model=toy"], runs_here=runs_here)
+    assert ("launch.device" in sweep.settings) == runs_here
+
+
 INVALID_REQUESTS = {
     ". 4": "needs the experiment and the number of ranks, such as make sweep GRID=",
     "ddp_multinode .": "needs the experiment and the number of ranks",
@@ -91,7 +98,8 @@ INVALID_REQUESTS = {
     "mnist_pipeline 4": "this experiment has no strategies to compare; use ddp_multinode",
     "ddp_multinode 0": "RANKS must be an integer from 1",
     "ddp_multinode 4 x": "ROUNDS must be an integer from 1",
-    "ddp_multinode 4 1 strategy=fsdp": "ARGS sets strategy, but the sweep compares all values; omit strategy",
+    "ddp_multinode 4 1 zero1=true": "omit zero1, or start one run: make exp NAME=ddp_multinode ARGS=zero1=true",
+    "ddp_multinode 4 1 steps=1": "steps=1: the first step of a run is not timed; use steps=2 or more",
     "ddp_multinode 4 1 batch=0": "batch=0: out of range",
 }
 """Experiment, ranks, rounds and settings. A dot stands for an argument that is not given."""

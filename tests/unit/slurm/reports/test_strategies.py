@@ -136,7 +136,13 @@ def test_of_strategies_with_similar_memory_the_faster_one_is_recommended() -> No
     runs = make_runs()
     runs["fsdp=2 reshard=false"] = [make_run(state_bytes=2.01e6, step_seconds=[0.15])]
     answers = answer_questions(summarize(runs))
-    assert answers["least memory per rank"] == "5: fsdp=2 reshard=false"
+    assert answers["least memory per rank"] == "5: fsdp=2 reshard=false (within 1%: 3)"
+
+
+def test_strategies_that_send_equally_many_bytes_are_listed() -> None:
+    runs = make_runs()
+    runs["replicas=2 zero1=true"] = [make_run(sent_bytes=1e6)]
+    assert answer_questions(summarize(runs))["fewest bytes sent"] == "4: replicas=2 (within 1%: 5)"
 
 
 def test_without_memory_only_the_fastest_strategy_is_known() -> None:
@@ -152,13 +158,15 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
     monkeypatch.setenv("COLUMNS", columns)
     runs = make_runs()
     runs["tensor=4"] = [make_run(ranks=4)]
-    strategies.print_report("gpt", runs, tmp_path)
+    strategies.print_report("gpt", runs, tmp_path, "model=gpt batch=32")
     out = capsys.readouterr().out
     for label in runs:
         assert label in out
     assert "4 (oversubscribed)" in out
     assert "(oversubscribed): 4 ranks share 2 cores" in out
     assert "threads per rank: 2 with 1 rank, 1 with 2 ranks, 1 with 4 ranks" in out
-    assert "in 1 round" in out
+    assert "steps after the warm-up, in 1 round" in out
+    assert "settings of all runs: model=gpt batch=32" in out
+    assert "idle: share of time in which ranks wait" in out
     figure = (tmp_path / "strategies.svg").read_text()
     assert "on 2 cores (oversubscribed)" in figure
