@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
@@ -55,33 +55,52 @@ def count_boundary_values(pipe: ScheduleExecutor) -> int:
 def predict_activation_bytes(run: Run, pipe: ScheduleExecutor) -> int:
     """Return the bytes of the activations of all microbatches in flight, when they need most memory.
 
-    A microbatch is in flight in a stage from its forward to the end of its backward (B, or W if it is split). A forward
-    pass of each stage outside the schedule shows what a microbatch keeps. What the loss keeps is not included.
+    A microbatch is in flight in a stage from its forward (F) to the end of its backward: B, or I and W if it is split.
     """
-    by_stage = {}
-    for number, stage in pipe.local_stages.items():
-        if number:
-            shape = (pipe.microbatch_size, *pipe.shapes[number - 1])
-            x = torch.zeros(shape, dtype=pipe.dtype, device=pipe.world.device, requires_grad=True)
-        else:
-            x = run.load_first_inputs(pipe.microbatch_size)
-        by_stage[number] = measure_kept_bytes(stage, x)
-    kept = 0
-    in_flight: Counter[int] = Counter()  # number of microbatches by stage
-    for kind, stage, _ in pipe.plan[pipe.world.rank]:
-        if kind == "F":
-            in_flight[stage] += 1
-            kept = max(kept, sum(count * by_stage[number] for number, count in in_flight.items()))
-        elif kind in ("B", "W"):
-            in_flight[stage] -= 1
+    kept = measure_kept_bytes(run, pipe)
+    peak = 0
+    in_flight: Counter[tuple[str, int]] = Counter()  # number of microbatches by their latest action and the stage
+    for kind, number, _ in pipe.plan[pipe.world.rank]:
+        if kind in ("F", "I"):
+            in_flight[kind, number] += 1
+        if kind in ("B", "I"):
+            in_flight["F", number] -= 1
+        if kind == "W":
+            in_flight["I", number] -= 1
+        peak = max(peak, sum(count * kept[key] for key, count in in_flight.items()))
+    return peak
+
+
+def measure_kept_bytes(run: Run, pipe: ScheduleExecutor) -> dict[tuple[str, int], int]:
+    """Return the bytes that a microbatch keeps after its F or I in each stage of this rank.
+
+    The passes of one microbatch through copies of the stages are measured, without the loss. If the rank also holds the
+    previous stage, an activation that both stages keep counts for the previous stage only.
+    """
+    stages: dict[int, Any] = {number: copy.deepcopy(stage).train() for number, stage in pipe.local_stages.items()}
+    split_stages = {number for number, _ in pipe.split_backwards}
+    kept: dict[tuple[str, int], int] = {}
+    passes: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, which keeps what autograd has saved
+    with SavedTensors(list(stages.values())) as saved:
+        for number in sorted(stages):
+            if number - 1 in passes:
+                x = passes[number - 1][1].detach()
+            elif number:
+                shape = (pipe.microbatch_size, *pipe.shapes[number - 1])
+                x = torch.zeros(shape, dtype=pipe.dtype, device=pipe.world.device)
+            else:
+                x = run.load_first_inputs(pipe.microbatch_size)
+            x.requires_grad_(x.is_floating_point() and (number > 0 or number in split_stages))
+            size = saved.bytes
+            passes[number] = x, stages[number](x)
+            kept["F", number] = saved.bytes - size
+        remaining = []
+        for number in sorted(split_stages & stages.keys(), reverse=True):
+            from common.techniques.pipeline.split_backward import compute_input_gradient  # only few schedules split
+
+            size = saved.bytes
+            x, output = passes.pop(number)
+            remaining.append(compute_input_gradient(x, output, torch.ones_like(output), is_wanted=number > 0))
+            del output
+            kept["I", number] = kept["F", number] - (size - saved.bytes)
     return kept
-
-
-def measure_kept_bytes(stage: nn.Module, x: Tensor) -> int:
-    """Return the bytes that a stage keeps of x [n, ...] for the backward pass. The stage does not change."""
-    stage_copy: Any = copy.deepcopy(stage).train()
-    with SavedTensors([stage_copy]) as saved:
-        output = stage_copy(x)  # keeps what autograd has saved
-        size = saved.bytes
-        del output
-    return size
