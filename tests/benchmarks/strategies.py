@@ -32,6 +32,15 @@ COLUMNS = (
     "idle, %",
     "loss difference",
 )
+FACTORS = {
+    "memory": 1e-6,
+    "memory_deviation": 100,
+    "activations": 1e-6,
+    "sent": 1e-6,
+    "sent_deviation": 100,
+    "idle": 100,
+}
+"""Factors of the numbers of a run in the table."""
 
 
 def get_strategies(name: str) -> Strategies:
@@ -79,9 +88,7 @@ class StrategyComparison:
         reference = next(iter(samples.values))
         for label, columns in samples.values.items():
             cells: list[Cell] = [samples.number(label, factor=1e3)]
-            factors = {"memory": 1e-6, "memory_deviation": 100, "activations": 1e-6, "sent": 1e-6, "sent_deviation": 100}
-            factors["idle"] = 100
-            for column, factor in factors.items():
+            for column, factor in FACTORS.items():
                 cells.append(samples.number(label, column, factor) if column in columns else "-")
             pairs = zip(self.losses[label], self.losses[reference], strict=True)
             difference = max(abs(loss - expected) for loss, expected in pairs)
@@ -90,9 +97,7 @@ class StrategyComparison:
         return Table(("strategy", "ms per step", *COLUMNS), rows)
 
 
-def list_numbers(
-    run: strategy_report.StrategyRun, process: strategy_report.StrategyRun | None
-) -> dict[str, float]:
+def list_numbers(run: strategy_report.StrategyRun, process: strategy_report.StrategyRun | None) -> dict[str, float]:
     """Return the numbers of a run for the record. `process` is the run of one process."""
     numbers = {
         "seconds": median(run.step_seconds),

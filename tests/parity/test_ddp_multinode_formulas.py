@@ -21,8 +21,9 @@ CASES = {
         communication=bf16
         strategy=fsdp,optim.name=adam
         strategy=fsdp,reshard=false
-        strategy=fsdp,model=resnet18
+        strategy=fsdp,model=resnet18,sync_batchnorm=true
         model=resnet18,zero1=true
+        model=resnet18,sync_batchnorm=true
     """,
     4: """
         zero1=true
@@ -33,7 +34,8 @@ CASES = {
 }
 """Cases by number of ranks, one in each line."""
 DRAWN_CASES = 3
-EXACT = {"state": 0.0, "sent": 0.0}
+TOLERANCES = {"state": 0.0, "sent": 0.001}
+"""Largest relative differences. DDP also sends the order of its buckets in the first step."""
 
 
 @pytest.mark.parametrize("ranks", CASES)
@@ -44,7 +46,7 @@ def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cach
     assert list(outcomes) == cases
     for case, outcome in outcomes.items():
         result = outcome["result"]
-        assert list_rank_formula_gaps(result, EXACT) == [], case
+        assert list_rank_formula_gaps(result, TOLERANCES) == [], case
         assert result["rank_sample_share"] == [1 / ranks] * ranks, case
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from common.data.loader import Loader
 from common.runs.result import ReportData
 from common.techniques.data_parallel.ddp import HOOK_ELEMENT_BYTES, POWERSGD_START_STEP
+from common.techniques.data_parallel.sync_batchnorm import SyncBatchNorm2d
 from common.training import optimizers, step_formulas
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -35,6 +36,8 @@ class StepFormulas:
     element_bytes: int
     is_compressed: bool
     """True if PowerSGD compresses the gradients of the measured step."""
+    norm_channels: Sequence[int] = ()
+    """Numbers of channels of the synchronized BatchNorm layers."""
 
     @property
     def shapes(self) -> list[Sequence[int]]:
@@ -93,18 +96,27 @@ class StepFormulas:
         reduces its gradients, first in a replica and then among the replicas.
         """
         ring = 2 * (self.replicas - 1) / self.replicas
+        norm_bytes = self.predict_norm_messages()
         gathered = [self.count_gathered(unit) for unit in self.units]
         if self.shards > 1:
             repeated = sum(gathered[:-1]) if self.cfg.reshard else 0
             values = (self.shards - 1) / self.shards * (2 * sum(gathered) + repeated)
             values += ring * sum(gathered) / self.shards
-            return round(values * self.element_bytes)
+            return round(values * self.element_bytes + norm_bytes)
         sizes = [math.prod(shape) for shape in self.shapes]
         values = ring * (sum(map(self.count_compressed, self.shapes)) if self.is_compressed else sum(sizes))
         sent = values * HOOK_ELEMENT_BYTES.get(self.cfg.communication, self.element_bytes)
         if self.cfg.state_sharding.zero1:
             sent += (self.replicas - 1) * max(map(sum, self.list_updated_sizes())) * self.element_bytes
-        return round(sent)
+        return round(sent + norm_bytes)
+
+    def predict_norm_messages(self) -> float:
+        """Return the bytes that this rank sends to synchronize BatchNorm.
+
+        Each layer all-reduces three numbers per channel in each direction.
+        """
+        ranks = self.shards * self.replicas
+        return 2 * (ranks - 1) / ranks * 2 * 3 * sum(self.norm_channels) * self.element_bytes
 
     def list_updated_sizes(self) -> list[list[int]]:
         """Return the sizes of the parameters that each rank updates with zero1."""
@@ -127,6 +139,7 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
     `units` are the modules that fully_shard gathers separately, and last the model. If blocks recompute activations,
     the activations of one process are no reference.
     """
+    measured_step = min(run.resumed_after + cfg.log.memory, run.total)
     shards = (cfg.fsdp or run.world.size) if cfg.strategy == "fsdp" else 1
     formulas = StepFormulas(
         cfg,
@@ -135,13 +148,14 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
         run.world.size // shards,
         run.world.rank,
         run.dtype.itemsize,
-        cfg.communication == "powersgd" and run.resumed_after + cfg.log.memory >= POWERSGD_START_STEP,
+        cfg.communication == "powersgd" and measured_step >= POWERSGD_START_STEP,
+        [layer.num_features for layer in units[-1].modules() if isinstance(layer, SyncBatchNorm2d)],
     )
     predicted: dict[str, float] = {}
     state = formulas.predict_state_bytes()
     if state is not None:
         predicted[step_formulas.STATE] = state
-    if not cfg.sync_batchnorm:  # the synchronized statistics are further messages
+    if not (cfg.sync_batchnorm and run.device.type == "cuda"):  # the layers of torch send other messages
         predicted[step_formulas.SENT] = formulas.predict_sent_bytes()
     if cfg.memory.recompute == "none":
         assert run.state is not None and isinstance(run.state.loader, Loader)

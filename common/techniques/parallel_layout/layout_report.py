@@ -140,9 +140,7 @@ class LayoutReport:
         tokens = cfg.batch * run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
         rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))
-        return cls(
-            run, cfg.layout, memory, sent_bytes, predicted, rank_formulas, full_state_bytes, tokens, flops, rate
-        )
+        return cls(run, cfg.layout, memory, sent_bytes, predicted, rank_formulas, full_state_bytes, tokens, flops, rate)
 
     def rows(self) -> Mapping[str, str]:
         if not self.memory[0]:
