@@ -121,7 +121,12 @@ def main(cfg: Config, run: Run) -> None:
             step.clip_gradients(model.parameters(), cfg.regularization.clip)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             optimizer.step()
-    run.report(*report_scaling(cfg, run, model), report_state_bytes(optimizer, run.world))
+    reports = [*report_scaling(cfg, run, model), report_state_bytes(optimizer, run.world)]
+    if cfg.log.memory:
+        from common.techniques.data_parallel.step_formulas import report_step_formulas  # few runs measure memory
+
+        reports.append(report_step_formulas(cfg, run, list_fsdp_units(network)))
+    run.report(*reports)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,12 @@ def main(cfg: Config, run: Run) -> None:
             step.clip_gradients(pipe.module.parameters(), cfg.regularization.clip)  # by the norm over all stages
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
-    run.report(gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp))
+    reports = [gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp)]
+    if cfg.log.memory and not cfg.in_one_process:
+        from common.techniques.pipeline.step_formulas import report_step_formulas  # few runs measure memory
+
+        reports.append(report_step_formulas(cfg.memory, run, pipe, dp))
+    run.report(*reports)
 
 
 def list_devices(cfg: Config, run: Run) -> list[torch.device]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,8 @@ def unwrap_compiler_decorators(kind: type[T]) -> type[T]:
 SGD = unwrap_compiler_decorators(torch.optim.SGD)
 Adam = unwrap_compiler_decorators(torch.optim.Adam)
 AdamW = unwrap_compiler_decorators(torch.optim.AdamW)
+STEP_COUNTER_BYTES = 4
+"""Size of the number of steps that Adam stores for each parameter."""
 CLASS_USAGE = "the class must accept parameters and lr, and may accept momentum, nesterov, and weight_decay"
 
 
@@ -99,6 +101,20 @@ def build_custom_optimizer(groups: Any, cfg: Optim) -> Optimizer:
             if name in accepted:
                 settings[name] = getattr(cfg, name)
         return kind(groups, **settings)
+
+
+def predict_state_bytes(cfg: Optim, sizes: Sequence[int], element_bytes: int) -> int | None:
+    """Return the size of an optimizer's state after the first step, for parameters with these numbers of values.
+
+    SGD with momentum stores one value for each value of a parameter. Adam and AdamW store two values, and the number of
+    steps for each parameter. Returns None for other optimizers.
+    """
+    match cfg.name:
+        case "sgd":
+            return sum(sizes) * element_bytes if cfg.momentum else 0
+        case "adam" | "adamw":
+            return 2 * sum(sizes) * element_bytes + STEP_COUNTER_BYTES * len(sizes)
+    return None
 
 
 def group_parameters_by_weight_decay(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

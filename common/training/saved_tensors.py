@@ -85,9 +85,12 @@ class SavedTensors:
         self.contexts.close()
 
     def _note_inputs(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note the storages of inputs that have no gradient: the batches of the data loader."""
+        """Note the storages of inputs that no operation has computed: the batches of the data loader.
+
+        A pipeline marks such an input as one that requires a gradient if it splits backward passes.
+        """
         for value in inputs:
-            if isinstance(value, Tensor) and not value.requires_grad:
+            if isinstance(value, Tensor) and value.is_leaf:
                 self.input_storages.add(value.untyped_storage().data_ptr())
 
     def save(self, tensor: Tensor) -> SavedTensor:

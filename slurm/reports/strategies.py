@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -20,6 +20,7 @@ from common.runs.compare.compare_table import get_terminal_width
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result, parse_result, to_finite_number
 from common.system.text import format_count
+from slurm.reports.strategy_formulas import RankFormulas, compute_deviation, format_deviation
 
 FIGURE = "strategies.svg"
 MISSING = "-"
@@ -55,6 +56,8 @@ class StrategyRun:
     """Bytes that a rank sends in a step; the largest number of any rank."""
     idle_share: float | None
     """Share of time (0 to 1) that ranks wait, if the run has measured it."""
+    formulas: RankFormulas = field(default_factory=RankFormulas)
+    """Values of the formulas for memory and messages."""
 
     @property
     def is_oversubscribed(self) -> bool:
@@ -65,6 +68,18 @@ class StrategyRun:
     def memory_bytes(self) -> float | None:
         """Training state and activations of the rank that needs most memory."""
         return None if self.state_bytes is None else self.state_bytes + self.activation_bytes
+
+    def compute_memory_deviation(self, process: StrategyRun | None) -> float | None:
+        """Return the relative difference of the memory from its formula, or None without a formula.
+
+        Without a formula for activations, they are compared with those of the run of one process.
+        """
+        activations = process.activation_bytes if process is not None else None
+        return compute_deviation(self.memory_bytes, self.formulas.predict_memory(activations))
+
+    def compute_sent_deviation(self) -> float | None:
+        """Return the relative difference of the sent bytes from their formula, or None without a formula."""
+        return compute_deviation(self.sent_bytes, self.formulas.sent_bytes)
 
 
 def read_run(folder: RunFolder, repeat: int = 0) -> StrategyRun | None:
@@ -90,6 +105,7 @@ def read_run(folder: RunFolder, repeat: int = 0) -> StrategyRun | None:
         activation_bytes=activations,
         sent_bytes=sent,
         idle_share=result.compute_waiting_share(),
+        formulas=RankFormulas.read(result),
     )
 
 
@@ -127,6 +143,8 @@ class StrategySummary:
     runs: Sequence[StrategyRun]
     loss_difference: float | None
     """Largest difference of a loss from that of one process at the same step; None without a run to compare."""
+    memory_deviations: Sequence[float | None] = ()
+    """Relative difference of each run's memory from its formula."""
 
     @property
     def times(self) -> list[float]:
@@ -167,8 +185,10 @@ class StrategySummary:
             format_times(self.times),
             f"{per_second:,.0f}",
             memory,
+            format_deviation(self.memory_deviations, MISSING),
             activations,
             format_megabytes(self.sent_megabytes),
+            format_deviation([run.compute_sent_deviation() for run in self.runs], MISSING),
             f"{fmean(shares):.0%}" if shares else MISSING,
             f"{self.loss_difference:.1g}" if self.loss_difference is not None else MISSING,
         ]
@@ -177,8 +197,9 @@ class StrategySummary:
 def list_heads(run: StrategyRun) -> list[str]:
     """Return the heads of the columns."""
     per_second = "tokens/s" if run.tokens_per_sample else "samples/s"
-    memory = ["memory,\nMB", "of these\nactivations"]
-    return ["strategy", "ranks", "ms per step", per_second, *memory, "sent,\nMB", "idle", "loss\ndifference"]
+    memory = ["memory,\nMB", "memory -\nformula", "of these\nactivations"]
+    sent = ["sent,\nMB", "sent -\nformula"]
+    return ["strategy", "ranks", "ms per step", per_second, *memory, *sent, "idle", "loss\ndifference"]
 
 
 def format_megabytes(size: float) -> str:
@@ -197,14 +218,17 @@ def format_times(milliseconds: Sequence[float]) -> str:
 
 def summarize(runs: Mapping[str, Sequence[StrategyRun]]) -> list[StrategySummary]:
     """Return the rows of the table. The first strategy is one process, with which losses are compared."""
-    reference = {run.repeat: run.losses for run in next(iter(runs.values()))}
+    reference = {run.repeat: run for run in next(iter(runs.values()))}
     summaries = []
     for label, members in runs.items():
         differences = []
+        deviations = []
         for run in members:
-            for loss, expected in zip(run.losses, reference.get(run.repeat, ()), strict=False):
+            process = reference.get(run.repeat)
+            for loss, expected in zip(run.losses, process.losses if process else (), strict=False):
                 differences.append(abs(loss - expected))
-        summaries.append(StrategySummary(label, members, max(differences, default=None)))
+            deviations.append(run.compute_memory_deviation(process))
+        summaries.append(StrategySummary(label, members, max(differences, default=None), deviations))
     return summaries
 
 
@@ -250,6 +274,8 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
         f"step time: median [quartiles] of {number} steps after the warm-up, in {format_count(rounds, 'round')}",
         "memory: training state and activations of the rank that needs most memory",
         "sent: bytes per step of the rank that sends most",
+        "- formula: difference of the measured bytes from those of a formula; activations without a formula are "
+        "compared with a rank's share of the activations of one process",
         "idle: share of time in which ranks wait for other stages, or for messages that do not overlap with "
         f"computation; {MISSING} if the experiment does not measure it for a strategy",
         "loss difference: largest difference of a step's loss from that of one process",

@@ -23,7 +23,24 @@ from tests.benchmarks.parts import Part, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 RANKS = 4
-COLUMNS = ("memory of a rank, MB", "of these activations, MB", "MB sent per step", "idle, %", "loss difference")
+COLUMNS = (
+    "memory of a rank, MB",
+    "memory - formula, %",
+    "of these activations, MB",
+    "MB sent per step",
+    "sent - formula, %",
+    "idle, %",
+    "loss difference",
+)
+FACTORS = {
+    "memory": 1e-6,
+    "memory_deviation": 100,
+    "activations": 1e-6,
+    "sent": 1e-6,
+    "sent_deviation": 100,
+    "idle": 100,
+}
+"""Factors of the numbers of a run in the table."""
 
 
 def get_strategies(name: str) -> Strategies:
@@ -39,6 +56,8 @@ class StrategyComparison:
         self.name = name
         self.losses: dict[str, Sequence[float]] = {}
         """Losses of the newest run of each strategy. Runs of a strategy in different rounds have the same losses."""
+        self.process: strategy_report.StrategyRun | None = None
+        """The newest run of one process, which is the first one of the first round."""
 
     def list_tasks(self, scratch: Path) -> list[Task]:
         """Return a run of each strategy. The first one is one process, with whose losses the others are compared."""
@@ -57,7 +76,9 @@ class StrategyComparison:
             assert measured is not None
             shutil.rmtree(folder.path.parent)
             self.losses[label] = measured.losses
-            return list_numbers(measured)
+            if label == next(iter(self.losses)):
+                self.process = measured
+            return list_numbers(measured, self.process)
 
         return Task(label, run)
 
@@ -67,8 +88,8 @@ class StrategyComparison:
         reference = next(iter(samples.values))
         for label, columns in samples.values.items():
             cells: list[Cell] = [samples.number(label, factor=1e3)]
-            cells += [samples.number(label, column, 1e-6) for column in ("memory", "activations", "sent")]
-            cells.append(samples.number(label, "idle", 100) if "idle" in columns else "-")
+            for column, factor in FACTORS.items():
+                cells.append(samples.number(label, column, factor) if column in columns else "-")
             pairs = zip(self.losses[label], self.losses[reference], strict=True)
             difference = max(abs(loss - expected) for loss, expected in pairs)
             cells.append(f"{difference:.1g}")
@@ -76,15 +97,20 @@ class StrategyComparison:
         return Table(("strategy", "ms per step", *COLUMNS), rows)
 
 
-def list_numbers(run: strategy_report.StrategyRun) -> dict[str, float]:
-    """Return the numbers of a run for the record."""
+def list_numbers(run: strategy_report.StrategyRun, process: strategy_report.StrategyRun | None) -> dict[str, float]:
+    """Return the numbers of a run for the record. `process` is the run of one process."""
     numbers = {
         "seconds": median(run.step_seconds),
         "memory": run.memory_bytes or 0.0,
         "activations": run.activation_bytes,
         "sent": run.sent_bytes,
     }
-    return numbers if run.idle_share is None else numbers | {"idle": run.idle_share}
+    further = {
+        "idle": run.idle_share,
+        "memory_deviation": run.compute_memory_deviation(process),
+        "sent_deviation": run.compute_sent_deviation(),
+    }
+    return numbers | {name: value for name, value in further.items() if value is not None}
 
 
 def describe_ranks() -> str:

@@ -12,6 +12,7 @@ import pytest
 from tests.benchmarks import gpt_parallel as benchmark
 from tests.harness.parity.driver import train_cases
 from tests.harness.parity.gpt_parallel_cases import GPT_PARALLEL, list_formula_gaps
+from tests.harness.parity.rank_formulas import list_rank_formula_gaps
 
 SETTINGS = "data.context=48,width=64,batch=24,steps=1,epochs=1,evaluate_every=0,dropout=0,optim.warmup=0"
 MEASURED_LAYOUTS = [",".join((*layout, "tied=false")) for layout in benchmark.LAYOUTS.values()]
@@ -71,6 +72,7 @@ def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cach
     for case, outcome in outcomes.items():
         result = outcome["result"]
         assert list_formula_gaps(result) == [], case
+        assert list_rank_formula_gaps(result) == [], case
         is_divided = "fsdp=" in case or "tensor=" in case
         assert 0 < result["training_state_share"] <= (0.55 if is_divided else 1), case
         assert (result["sent_bytes"] > 1000) == (ranks > 1), case

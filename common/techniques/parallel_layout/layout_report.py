@@ -14,12 +14,14 @@ from common.runs.result import ReportData
 from common.techniques.parallel_layout import layout_formulas
 from common.techniques.parallel_layout.model_shape import ParameterSize, Shape
 from common.techniques.parallel_layout.parallel_model import ParallelModel
+from common.training import step_formulas
 from common.training.run import Run
 from common.training.step_meter import StepMeter
 from configs.gpt_parallel import Config
 from configs.layout import Layout
 
 STATE = ("parameters", "gradients", "optimizer")
+PEAK_STATE = ("peak_parameters", "gradients", "optimizer")
 ACTIVATIONS = ("activations", "peak_activations")
 PRODUCT_SIZES = {"cpu": 768, "cuda": 4096}
 """Side of the square matrices whose product is timed. A GPU does not reach its highest rate with small matrices."""
@@ -81,6 +83,18 @@ def predict_rank(cfg: Config, model: GPT, parallel: ParallelModel, device: torch
     return predicted
 
 
+def sum_formulas(predicted: Mapping[str, int]) -> dict[str, float]:
+    """Return the bytes of a rank by the names of `step_formulas`, as far as there are formulas."""
+    formulas: dict[str, float] = {}
+    if "optimizer" in predicted:
+        formulas[step_formulas.STATE] = sum(predicted[name] for name in PEAK_STATE)
+    if "activations" in predicted:
+        formulas[step_formulas.ACTIVATIONS] = predicted.get("peak_activations", predicted["activations"])
+    if "sent" in predicted:
+        formulas[step_formulas.SENT] = predicted["sent"]
+    return formulas
+
+
 @dataclass
 class LayoutReport:
     """Report on throughput, memory and messages. Only the network gpt has formulas."""
@@ -93,6 +107,8 @@ class LayoutReport:
     """Bytes that each rank sent in the measured step."""
     predicted: dict[str, int]
     """Bytes by category and `sent`, from the formulas; empty without formulas."""
+    rank_formulas: ReportData
+    """Bytes of each rank, from the formulas."""
     full_state_bytes: int
     """Bytes of parameters, gradients and optimizer state of a single process; 0 without formulas."""
     tokens_per_step: int
@@ -107,10 +123,12 @@ class LayoutReport:
         memory = run.world.gather(meter.memory)
         sent_bytes = run.world.gather(meter.sent_bytes)
         predicted: dict[str, int] = {}
+        rank_formulas = ReportData()
         full_state_bytes = 0
         flops = 0
         if isinstance(parallel.model, GPT):
             by_rank = run.world.all_gather(predict_rank(cfg, parallel.model, parallel, run.device))
+            rank_formulas = step_formulas.make_report([sum_formulas(rank) for rank in by_rank])
             for name in by_rank[0]:
                 predicted[name] = max(rank[name] for rank in by_rank)
             del predicted["full_state"], predicted["flops"]
@@ -123,7 +141,7 @@ class LayoutReport:
         tokens = cfg.batch * run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
         rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))
-        return cls(run, cfg.layout, memory, sent_bytes, predicted, full_state_bytes, tokens, flops, rate)
+        return cls(run, cfg.layout, memory, sent_bytes, predicted, rank_formulas, full_state_bytes, tokens, flops, rate)
 
     def rows(self) -> Mapping[str, str]:
         if not self.memory[0]:
@@ -152,7 +170,7 @@ class LayoutReport:
         measured: dict[str, Any] = {}
         if self.memory[0]:
             largest = self._list_categories()
-            measured = {f"{name}_bytes": size for name, size in largest.items()}
+            measured = {f"{name}_bytes": size for name, size in largest.items()} | dict(self.rank_formulas.measured)
             if self.full_state_bytes:
                 measured["training_state_share"] = sum(largest[name] for name in STATE) / self.full_state_bytes
         seconds = self.run.compute_step_seconds()

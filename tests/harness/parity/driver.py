@@ -29,6 +29,7 @@ from common.ranks.rank_info import RankInfo
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
+from common.runs.result import parse_result
 from common.training.run import Run
 from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
@@ -114,6 +115,7 @@ def train_case(method: ParityMethod, case: Case, world: World, runs: Path) -> Ou
     outcome = {"losses": losses, "state": state, "scores": run.scores, "rows": rows}
     outcome["norms"] = [row["gradient_norm"] for row in rows if "gradient_norm" in row]
     outcome["differing_ranks"] = differing_ranks
+    outcome["result"] = parse_result(run_folder.result).flatten_values()
     return outcome | (further_results or {})
 
 

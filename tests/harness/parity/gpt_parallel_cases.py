@@ -21,7 +21,7 @@ from common.data.prepare import PreparedDataset
 from common.models.gpt import GPT, NOT_SCORED, ShardDims
 from common.models.position_dropout import PositionDropout
 from common.models.sample_dropout import list_dropout_layers
-from common.runs.result import ReportData, parse_result
+from common.runs.result import ReportData
 from common.system.seeds import derive_seed
 from common.techniques.language_model.targets import draw_ignored
 from common.techniques.parallel_layout import layout_report, parallel_model, tensor_layers
@@ -149,7 +149,7 @@ class FirstStep:
 
 
 def train(cfg: Config, run: Run) -> Outcome:
-    """Train, and return the first steps of all ranks and the values of result.json on rank 0.
+    """Train, and return the first steps of all ranks on rank 0.
 
     `before_backward` is the time of a rank from the start of a typical step to backward, if it was measured.
     """
@@ -170,8 +170,7 @@ def train(cfg: Config, run: Run) -> Outcome:
         return {}
     files = [run.folder.path / f"first-step-{rank}.pt" for rank in range(run.world.size)]
     first_steps = [torch.load(file, weights_only=True) for file in files]
-    result = parse_result(run.folder.result)
-    return {"first_steps": first_steps, "result": result.flatten_values()}
+    return {"first_steps": first_steps}
 
 
 def forget_meshes() -> None:

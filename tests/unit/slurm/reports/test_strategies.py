@@ -11,12 +11,16 @@ import pytest
 from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import strategies
 from slurm.reports.strategies import StrategyRun, answer_questions, summarize
+from slurm.reports.strategy_formulas import RankFormulas
 from tests.harness.runs.synthetic_runs import SyntheticRun, write_rows
 
 MEASURED = {
     "rank_state_bytes": [5_000_000, 6_000_000],
     "rank_activation_bytes": [4_000_000, 1_000_000],
     "rank_sent_bytes": [100, 300],
+    "rank_state_formula": [4_000_000, 1],
+    "rank_activation_formula": [4_000_000, 1],
+    "rank_sent_formula": [1, 300],
     "idle_share": [0.2, 0.4],
 }
 
@@ -74,6 +78,8 @@ def test_the_measurements_of_a_run_are_read_from_its_files(tmp_path: Path) -> No
     assert run.memory_bytes == 9e6, "rank 0 needs most memory"
     assert run.activation_bytes == 4e6
     assert run.sent_bytes == 300, "rank 1 sends most"
+    assert run.compute_memory_deviation(None) == 1 / 8, "rank 0 needs 9 MB, and 8 MB by the formulas"
+    assert run.compute_sent_deviation() == 0
     assert run.idle_share == pytest.approx(0.3)
 
 
@@ -112,6 +118,35 @@ def test_times_are_the_median_and_quartiles_over_all_rounds() -> None:
     cells = dict(zip(heads, row.format_cells(), strict=True))
     assert cells["ms per step"] == "300 [200..400]"
     assert cells["samples/s"] == "33"
+
+
+def list_deviations(*runs: StrategyRun) -> tuple[str, str]:
+    """Return the cells of the difference from the formulas for memory and messages."""
+    row = summarize({"one process": [make_run(activation_bytes=4e6)], "fsdp=2": runs})[1]
+    heads = strategies.list_heads(row.runs[0])
+    cells = dict(zip(heads, row.format_cells(), strict=True))
+    return cells["memory -\nformula"], cells["sent -\nformula"]
+
+
+def test_measurements_are_compared_with_formulas() -> None:
+    formulas = RankFormulas(state_bytes=3e6, activation_bytes=2e6, sent_bytes=2.05e6)
+    assert list_deviations(make_run(formulas=formulas)) == ("-20.0%", "-2.4%")
+    equal = RankFormulas(state_bytes=3e6, activation_bytes=1e6, sent_bytes=2e6)
+    assert list_deviations(make_run(formulas=equal)) == ("+0.0%", "+0.0%")
+    assert list_deviations(make_run(formulas=equal), make_run(formulas=formulas)) == ("-20.0%", "-2.4%")
+
+
+def test_activations_without_a_formula_are_compared_with_those_of_one_process() -> None:
+    half = RankFormulas(state_bytes=3e6, sample_share=0.5)
+    assert list_deviations(make_run(formulas=half)) == ("-20.0%", "-")
+    assert list_deviations(make_run(repeat=1, formulas=half)) == ("-", "-"), "no run of one process in this round"
+
+
+def test_without_formulas_nothing_is_compared() -> None:
+    assert list_deviations(make_run()) == ("-", "-")
+    assert list_deviations(make_run(formulas=RankFormulas(state_bytes=3e6, sent_bytes=0))) == ("-", "-")
+    formulas = RankFormulas(state_bytes=3e6, activation_bytes=1e6)
+    assert list_deviations(make_run(state_bytes=None, formulas=formulas)) == ("-", "-")
 
 
 def make_runs() -> dict[str, list[StrategyRun]]:
