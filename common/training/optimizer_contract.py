@@ -240,7 +240,7 @@ def check_independent_parameters(optim: Optim) -> None:
                 trial.optimizer.step()
         if find_differing_parameter(OptimizerTrial(optim).take_steps(numbers), trial, RELATIVE_TOLERANCE):
             problem = "the step of a parameter depends on the other parameters, which other ranks update"
-            raise ValueError(f"{problem}: omit zero1=true")
+            raise ValueError(f"{problem}; omit zero1=true")
 
 
 def check_sharded_parameters(optim: Optim, ranks: int) -> None:
