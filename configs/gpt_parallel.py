@@ -12,7 +12,7 @@ from configs.fields import at_least, between, custom_code, flat
 from configs.layout import Layout
 from configs.memory import Memory, StateSharding
 from configs.networks import choose_hidden_width, network_field
-from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig
+from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig, list_recompute_refusals
 from configs.shared import InitialWeights, TrainingExperiment
 from configs.strategies import Refusal, Strategies
 
@@ -50,26 +50,18 @@ STRATEGIES = Strategies(
 GPT_ONLY = "tensor, context, fsdp and stages divide model=gpt only"
 REFUSED = (
     *(
-        Refusal(f"{degree}>1", "model!=gpt", GPT_ONLY, "with model={model}, use replicas instead")
+        Refusal(f"{degree}>1", "model!=gpt", GPT_ONLY, "use replicas instead, or model=gpt")
         for degree in ("tensor", "context", "fsdp", "stages")
     ),
     *(
         Refusal(
             "fsdp>1", f"schedule={schedule}",
             "schedule={schedule} cannot be combined with fsdp, because it splits backward passes",
-            "use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp",
+            "use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp", third="stages>1",
         )
         for schedule in SPLIT_BACKWARD_SCHEDULES
     ),
-    *(
-        Refusal(
-            "recompute!=none", f"schedule={schedule}",
-            "recompute={recompute} cannot be combined with schedule={schedule}, which splits each backward pass: both "
-            "parts would recompute the blocks",
-            "use schedule=1f1b or interleaved_1f1b, or omit recompute",
-        )
-        for schedule in SPLIT_BACKWARD_SCHEDULES
-    ),
+    *list_recompute_refusals(has_schedule="stages>1"),
     Refusal(
         "dropout>0", "model!=gpt", "dropout={dropout} applies to model=gpt only",
         "omit dropout, or add dropout layers to the custom network",
@@ -86,7 +78,8 @@ REFUSED = (
         "set fsdp=2 or more, or omit reshard=false",
     ),
     Refusal(
-        "precision=bf16", "dtype=float64", "precision=bf16 cannot be combined with dtype=float64", "omit one of them"
+        "precision=bf16", "dtype=float64", "precision=bf16 cannot be combined with dtype=float64",
+        "omit precision, or omit dtype",
     ),
 )  # fmt: skip
 """Combinations of settings that are refused. Sizes that a degree does not divide are refused by `Layout.check`."""
@@ -321,17 +314,6 @@ class Config(TrainingExperiment):
             self.make_pipeline_config().check_schedule()
         except MicrobatchError as error:
             raise ValueError(f"{error}; the number of microbatches is accumulate") from None
-
-    def check_split_backward(self) -> None:
-        """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
-        if self.layout.stages == 1:
-            return
-        if self.memory.recompute != "none":
-            problem = f"schedule={self.layout.schedule} cannot be combined with recompute, because it splits backward"
-            raise ValueError(f"{problem} passes; use schedule=1f1b or interleaved_1f1b, or omit recompute")
-        if self.layout.fsdp > 1:
-            problem = f"schedule={self.layout.schedule} cannot be combined with fsdp, because it splits backward passes"
-            raise ValueError(f"{problem}; use schedule=1f1b or interleaved_1f1b, or tensor instead of fsdp")
 
     def check_vocabulary(self, size: int) -> None:
         degree = self.layout.tensor

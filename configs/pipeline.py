@@ -8,12 +8,29 @@ from typing import ClassVar, Literal
 from configs.batch_plan import format_nearest_multiples, list_divisors
 from configs.fields import between, chosen_from, custom_code
 from configs.shared import TrainingExperiment
+from configs.strategies import Refusal
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
 """Schedules in which rank r of p ranks holds the stages r and 2p - 1 - r."""
 SPLIT_BACKWARD_SCHEDULES = ("zero_bubble", "zbv", "dualpipev")
 """Schedules that compute the gradients of a stage's input and of its weights in two passes."""
+
+
+def list_recompute_refusals(has_schedule: str) -> tuple[Refusal, ...]:
+    """Return the refusals of recomputation with a schedule that splits backward passes.
+
+    `has_schedule` is the condition without which the setting `schedule` has no effect.
+    """
+    return tuple(
+        Refusal(
+            "recompute!=none", f"schedule={schedule}",
+            "recompute={recompute} cannot be combined with schedule={schedule}, which splits each backward pass: both "
+            "parts would recompute the blocks",
+            "use schedule=1f1b or interleaved_1f1b, or omit recompute", third=has_schedule,
+        )
+        for schedule in SPLIT_BACKWARD_SCHEDULES
+    )  # fmt: skip
 
 
 class MicrobatchError(ValueError):
@@ -104,7 +121,9 @@ class PipelineConfig(Stages):
     def check_v_schedule(self) -> None:
         """Raise ValueError if a schedule with stages in the shape of a V does not support the number of stages."""
         if self.stages_per_process != 2:
-            remedy = f"set stages_per_process=2 and an even number of stages, such as stages={2 * self.processes}"
+            remedy = "set stages_per_process=2"
+            if self.stages < 4 or self.stages % 2:
+                remedy += f" and an even number of stages, such as stages={2 * self.processes}"
             raise ValueError(f"schedule={self.schedule} needs two stages per rank; {remedy}")
         if self.schedule == "dualpipev" and self.microbatches < self.stages:
             raise MicrobatchError(
@@ -141,9 +160,6 @@ class PipelineExperiment(TrainingExperiment):
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline engine."""
         raise NotImplementedError
-
-    def check_split_backward(self) -> None:
-        """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
 
     @property
     def replicas_per_host(self) -> float:

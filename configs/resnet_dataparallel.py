@@ -10,10 +10,38 @@ from configs.fields import at_least, flat
 from configs.memory import Memory, StateSharding
 from configs.networks import network_field
 from configs.shared import InitialWeights, Regularization, Sweep
+from configs.strategies import Condition, Refusal
 
 ONE_DEVICE_MESSAGE = (
     "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"
 )
+
+NEEDS_PROCESSES = ("sync_batchnorm=true", "processes_per_node>0", "launch.nodes>1", "zero1=true")
+COPIED_MODEL = "is not available with strategy=data_parallel, whose copies of the model"
+REFUSED = (
+    *(
+        Refusal(
+            condition, "strategy!=ddp",
+            f"{Condition.parse(condition).setting} needs several processes, but strategy={{strategy}} uses one",
+            "use strategy=ddp",
+        )
+        for condition in NEEDS_PROCESSES
+    ),
+    Refusal(
+        "functional=true", "strategy!=data_parallel", "functional=true applies to data_parallel only",
+        "use strategy=data_parallel, or omit functional",
+    ),
+    Refusal(
+        "dropout>0", "strategy=data_parallel",
+        f"dropout={{dropout}} {COPIED_MODEL} do not know which samples of a batch they compute",
+        "use strategy=ddp or single",
+    ),
+    Refusal(
+        "recompute!=none", "strategy=data_parallel",
+        f"recompute={{recompute}} {COPIED_MODEL} exist for one step only", "use strategy=ddp or single",
+    ),
+)  # fmt: skip
+"""Combinations of settings that are refused."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +55,7 @@ class Config(Replicated):
         "optim.warmup=0",
         "compare=false",
     )
+    refused: ClassVar[tuple[Refusal, ...]] = REFUSED
 
     model: str = network_field("convnet", "mlp", "convnet", "resnet18", "resnet50")
     """Network to train. mlp has two hidden layers (784-128-64-10 on MNIST); convnet has two 3x3 convolutions; resnet18
@@ -58,30 +87,6 @@ class Config(Replicated):
         return super().processes if self.strategy == "ddp" else 1
 
     def check(self) -> None:
-        if self.strategy != "ddp":
-            ddp_settings = {
-                "sync_batchnorm": self.sync_batchnorm,
-                "processes_per_node": self.ranks.processes_per_node,
-                "launch.nodes": self.launch.nodes > 1,
-                "zero1": self.state_sharding.zero1,
-            }
-            for name, is_set in ddp_settings.items():
-                if is_set:
-                    raise ValueError(
-                        f"{name} needs several processes, but strategy={self.strategy} uses one; use strategy=ddp"
-                    )
-        if self.functional and self.strategy != "data_parallel":
-            raise ValueError("functional=true applies to data_parallel only; use strategy=data_parallel")
-        if self.regularization.dropout and self.strategy == "data_parallel":
-            raise ValueError(
-                f"dropout={self.regularization.dropout:g} is not available with strategy=data_parallel, whose copies "
-                "of the model do not know which samples of a batch they compute; use strategy=ddp or single"
-            )
-        if self.memory.recompute != "none" and self.strategy == "data_parallel":
-            raise ValueError(
-                f"recompute={self.memory.recompute} is not available with strategy=data_parallel, whose copies of the "
-                "model exist for one step only; use strategy=ddp or single"
-            )
         super().check()
         self.state_sharding.check(self.processes, "processes_per_node=2 or more")
         check_sync_batchnorm(self.sync_batchnorm, self.model)

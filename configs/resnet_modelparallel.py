@@ -8,11 +8,11 @@ from typing import ClassVar, Literal, Self
 
 from configs.batch_plan import BatchPlan, list_divisors
 from configs.fields import at_least, between, flat
-from configs.memory import Memory
+from configs.memory import Memory, StateSharding
 from configs.networks import RESNETS, network_field
-from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, MicrobatchError, PipelineConfig, PipelineExperiment, Stages
+from configs.pipeline import MicrobatchError, PipelineConfig, PipelineExperiment, Stages, list_recompute_refusals
 from configs.shared import InitialWeights, Regularization, Sweep
-from configs.strategies import Strategies
+from configs.strategies import Refusal, Strategies
 
 DEVICE = re.compile(r"cpu|cuda:\d+")
 TWO_STAGES = {"stages_per_process": "2"}
@@ -49,6 +49,7 @@ class Config(PipelineExperiment):
 
     smallest_settings: ClassVar[tuple[str, ...]] = ("width=8", "batch=16", "split_size=8", "plot=false")
     strategies: ClassVar[Strategies] = STRATEGIES
+    refused: ClassVar[tuple[Refusal, ...]] = list_recompute_refusals(has_schedule="mode=pipelined")
 
     model: str = network_field("resnet18", "toy", "resnet18", "resnet50", "resnet101")
     """Network to train. toy has two linear layers (10-10-5 with data.name=vectors). The ResNets accept the images of
@@ -86,6 +87,7 @@ class Config(PipelineExperiment):
     pipeline: Stages = flat(Stages)
     regularization: Regularization = flat(Regularization)
     memory: Memory = flat(Memory)
+    state_sharding: StateSharding = flat(StateSharding)
     initial: InitialWeights = flat(InitialWeights)
     grid: Sweep = flat(Sweep)
 
@@ -186,18 +188,9 @@ class Config(PipelineExperiment):
             pipeline.check(shard)
         except MicrobatchError as error:
             raise ValueError(f"{error}; the number of microbatches is batch / split_size") from None
-        if pipeline.schedule in SPLIT_BACKWARD_SCHEDULES:
-            self.check_split_backward()
         self.memory.check(self.model)
+        self.state_sharding.check(self.replicas, "replicas=2 or more")
         super().check()
-
-    def check_split_backward(self) -> None:
-        if self.memory.recompute != "none":
-            raise ValueError(
-                f"recompute={self.memory.recompute} cannot be combined with schedule={self.pipeline.schedule}, which "
-                "splits each backward pass: both parts would recompute the blocks; use another schedule, such as 1f1b "
-                "or interleaved_1f1b, or omit recompute"
-            )
 
     def check_devices(self) -> None:
         """Raise ValueError if `devices` is incompatible with other settings."""

@@ -1,7 +1,7 @@
 """Tables of an experiment: the strategies that it can divide among ranks, and the pairs of settings that it refuses.
 
 An experiment lists its strategies as degrees of parallelism. `make sweep GRID=configs/sweeps/strategies.py` runs all
-that its checks accept. Each pair of settings that cannot be combined is one `Refusal`, which names the remedy.
+that its checks accept. Settings that cannot be combined are listed as a `Refusal`, which names the remedy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A pair of conditions that the settings of a run must not meet together."""
+    """Conditions that the settings of a run must not meet together: two, or three if `third` is set."""
 
     first: str
     """Condition on one setting, such as `sequence=true`."""
@@ -64,14 +64,16 @@ class Refusal:
     problem: str
     """Reason of the refusal. `{model}` stands for the value of the setting `model`."""
     remedy: str
-    """What the user can do instead, with the same placeholders."""
+    """What the user can do instead, with the same placeholders. Each change that it names makes the settings valid."""
+    third: str = ""
+    """Condition without which one of the settings has no effect, such as `stages>1`."""
 
     @property
-    def conditions(self) -> tuple[Condition, Condition]:
-        return Condition.parse(self.first), Condition.parse(self.second)
+    def conditions(self) -> list[Condition]:
+        return [Condition.parse(text) for text in (self.first, self.second, self.third) if text]
 
     def applies(self, values: Mapping[str, Any]) -> bool:
-        """Return whether settings, given by dotted name, meet both conditions."""
+        """Return whether settings, given by dotted name, meet all conditions."""
         return all(condition.holds(values[condition.setting]) for condition in self.conditions)
 
     def format_message(self, values: Mapping[str, Any]) -> str:
@@ -170,4 +172,4 @@ class Tables:
     strategies: ClassVar[Strategies | None] = None
     """Strategies that `make sweep GRID=configs/sweeps/strategies.py` compares; None if there is no choice."""
     refused: ClassVar[tuple[Refusal, ...]] = ()
-    """Pairs of settings that cannot be combined."""
+    """Settings that cannot be combined."""

@@ -114,6 +114,10 @@ def main(cfg: Config, run: Run) -> None:
     with limit_memory(cfg.memory_cap, devices, remedy) as training_bytes:
         pipe = build_pipeline(cfg, build_model(cfg, run), run, pp)
         optimizer = build_optimizer(pipe.module.parameters(), cfg.optim)
+        if cfg.state_sharding.zero1:
+            from common.techniques.sharded_optimizer import divide_optimizer_state  # few runs need this module
+
+            divide_optimizer_state(run, dp.group)  # each replica of a stage updates some of its parameters
         batches = run.batches(shard=(dp.rank, dp.size), inputs=pipe.has_first_stage, targets=pipe.has_last_stage)
         run.register(pipe, optimizer, batches, peers=peers)
 

@@ -243,7 +243,7 @@ def check_independent_parameters(optim: Optim, setting: str) -> None:
                 trial.optimizer.step()
         if find_differing_parameter(OptimizerTrial(optim).take_steps(numbers), trial, RELATIVE_TOLERANCE):
             problem = "the step of a parameter depends on the other parameters, which other ranks update"
-            raise ValueError(f"{problem}: omit {setting}")
+            raise ValueError(f"{problem}; omit {setting}")
 
 
 def check_sharded_parameters(optim: Optim, ranks: int) -> None:

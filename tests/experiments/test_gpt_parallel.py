@@ -15,6 +15,7 @@ from common.config.config import StartedRanks
 from common.data.prepare import hash_file
 from common.data.text_tokens import FileTokenizer
 from common.runs.folder import MODEL_FACTS_FILE, MODEL_FILE, RunFolder, read_json
+from common.system.errors import UserError
 from configs.gpt_parallel import Config
 from configs.profile import Profile
 from slurm.launch import submit
@@ -181,6 +182,13 @@ def test_a_stopped_run_is_sampled_from_its_newest_checkpoint(finished: GetRun, t
     assert refused.stderr.count("\n") == 1
 
 
+def test_a_pipeline_of_one_microbatch_prints_a_notice(tmp_path: Path) -> None:
+    write_sentences(tmp_path / "text.txt")
+    completed = train(tmp_path, "layers=2", "stages=2", "steps=1", "evaluate_every=0")
+    notice = "all stages but one are idle at any time, because a step has one microbatch; use accumulate=4 or more\n"
+    assert completed.stdout.count(notice) == 1
+
+
 # ---- tokenizers
 
 
@@ -277,7 +285,7 @@ INVALID_STAGES = {
     "stages=5 layers=4": "stages=5 exceeds layers=4, and each stage needs a block; use stages=4, or more layers",
     "stages=4 stages_per_process=3": "stages=4 is not divisible by stages_per_process=3; valid values ... [1, 2, 4]",
     "stages=2 stages_per_process=2": "stages_per_process=2 places all stages on one rank; use stages=1",
-    "stages=2 schedule=zbv": "schedule=zbv needs two stages per rank; set stages_per_process=2",
+    "stages=2 schedule=zbv": "schedule=zbv needs two stages per rank; set stages_per_process=2 ... such as stages=4",
     "stages=4 stages_per_process=2 schedule=dualpipev accumulate=2": "at least as many microbatches as stages ... the "
     "number of microbatches is accumulate",
     "stages=2 fsdp=2 schedule=zero_bubble": "schedule=zero_bubble cannot be combined with fsdp ... use schedule=1f1b",
@@ -341,6 +349,13 @@ def test_replicas_use_the_ranks_of_a_cluster_profile(ranks_per_node: int, nodes:
     assert resolved.layout.replicas == replicas
     explicit = load_settings("tensor=2", "replicas=1")
     assert submit.resolve_processes_per_node(explicit, Profile(processes=4)) == explicit
+
+
+def test_the_remedy_of_a_v_schedule_names_only_what_is_missing() -> None:
+    with pytest.raises(UserError) as refused:
+        load_settings("stages=4", "schedule=zbv")
+    assert str(refused.value) == "schedule=zbv needs two stages per rank; set stages_per_process=2"
+    load_settings("stages=4", "schedule=zbv", "stages_per_process=2")
 
 
 @pytest.mark.parametrize("settings, message", (INVALID_SETTINGS | INVALID_STAGES).items())

@@ -39,7 +39,7 @@ INVALID_SETTINGS = {
     "with strategy=data_parallel ... use strategy=ddp or single",
     "resnet_modelparallel recompute=blocks model=toy data.name=vectors": "but model=toy has none; omit recompute",
     "resnet_modelparallel recompute=selective schedule=zero_bubble": "recompute=selective cannot be combined with "
-    "schedule=zero_bubble, which splits each backward pass ... use another schedule, such as 1f1b or interleaved_1f1b",
+    "schedule=zero_bubble, which splits each backward pass ... use schedule=1f1b or interleaved_1f1b",
     "resnet_modelparallel recompute=blocks schedule=zbv stages=4 stages_per_process=2": "with schedule=zbv",
 }
 

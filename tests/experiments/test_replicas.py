@@ -105,6 +105,7 @@ INVALID_SETTINGS = {
     "replicas=2 launch.nodes=4": "replicas=2 ... launch.nodes=4 ... multiple of launch.nodes",
     "replicas=2 split_size=64": "split_size=64 ... batch=32",
     "replicas=2 devices=[cpu,cpu]": "needs a single process",
+    "zero1=true": "every rank of this run holds different parameters; use replicas=2 or more, or omit zero1",
 }
 
 

@@ -43,6 +43,8 @@ CASES = {
         recompute=selective,tensor=2,key_value_heads=2,tied=false,activation=gelu
         recompute=selective,fsdp=2,accumulate=2,launch.backend=builtin
         recompute=blocks,replicas=2,accumulate=2
+        recompute=selective,replicas=2,zero1=true
+        recompute=blocks,context=2,accumulate=2,launch.backend=builtin
     """,
     3: """
         fsdp=3,batch=9
@@ -98,6 +100,11 @@ STAGE_CASES = {
         stages=4,stages_per_process=2,schedule=zbv
         stages=4,stages_per_process=2,schedule=zbv,tied=false,launch.backend=builtin
         over_network,stages=4,stages_per_process=2,schedule=dualpipev
+        recompute=blocks,stages=2,schedule=gpipe
+        recompute=selective,stages=2,schedule=naive,tied=false
+        recompute=blocks,stages=4,stages_per_process=2,schedule=interleaved_1f1b
+        stages=2,schedule=tests/harness/custom_code/schedules.py:last_first
+        stages=4,stages_per_process=2,schedule=tests/harness/custom_code/schedules.py:last_first
     """,
     3: """
         stages=3
@@ -122,6 +129,15 @@ STAGE_CASES = {
         over_network,stages=2,fsdp=2,reshard=false
         stages=4,stages_per_process=2,fsdp=2,schedule=interleaved_1f1b
         stages=2,fsdp=2,schedule=gpipe,tied=false
+        stages=2,fsdp=2,schedule=naive
+        recompute=selective,stages=2,fsdp=2,schedule=gpipe,reshard=false
+        recompute=blocks,stages=2,replicas=2,zero1=true,schedule=gpipe
+        stages=2,replicas=2,schedule=zero_bubble
+        stages=4,stages_per_process=2,replicas=2,schedule=dualpipev
+        stages=4,stages_per_process=2,replicas=2,schedule=interleaved_1f1b
+        stages=4,stages_per_process=2,tensor=2,schedule=interleaved_1f1b
+        stages=4,stages_per_process=2,tensor=2,sequence=true,schedule=interleaved_1f1b,launch.backend=builtin
+        stages=4,stages_per_process=2,context=2,schedule=interleaved_1f1b
     """,
     8: """
         stages=2,tensor=2,fsdp=2,sequence=true
@@ -140,8 +156,8 @@ UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"
 RESUMED_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED}"
 UNINTERRUPTED_CONTEXT = f"context=2,{SAVED}"
 RESUMED_FROM_CONTEXT = f"resumed_from_context,tensor=2,{SAVED}"
-UNINTERRUPTED_STAGES = f"stages=2,{SAVED}"
-RESUMED_FROM_STAGES = f"resumed_from_stages,tensor=2,{SAVED}"
+UNINTERRUPTED_STAGES = f"stages=2,{FOUR},{SAVED}"
+RESUMED_FROM_STAGES = f"resumed_from_stages,tensor=2,{FOUR},{SAVED}"
 STAGES_FROM_FSDP = f"resumed_from_fsdp,{UNINTERRUPTED_STAGES}"
 UNINTERRUPTED_ZERO1 = f"replicas=2,zero1=true,{SAVED}"
 RECOMPUTED_CONTEXT = f"recompute=selective,{UNINTERRUPTED_CONTEXT}"

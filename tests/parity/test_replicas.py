@@ -73,7 +73,7 @@ def read_outcome(completed: FinishedRun) -> dict[str, Any]:
         ("mode=pipelined", "schedule=1f1b"),
         ("mode=pipelined", "schedule=gpipe", "launch.nodes=2"),
         ("mode=pipelined", "engine=torch", "schedule=gpipe"),
-        ("mode=naive", "transport=network"),
+        ("mode=naive", "transport=network", "zero1=true"),
     ],
     ids=" ".join,
 )

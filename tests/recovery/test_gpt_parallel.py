@@ -14,8 +14,8 @@ from common.runs.folder import RunFolder
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
-from tests.harness.runs.resuming import copy_as_interrupted, resume_run
-from tests.harness.settings_text import split_settings
+from tests.harness.runs.resuming import check_resume, copy_as_interrupted, resume_run
+from tests.harness.settings_text import split_cases, split_settings
 
 ENTRY = ENTRY_BY_NAME["gpt_parallel"]
 VARIED_SETTINGS = """
@@ -24,6 +24,7 @@ VARIED_SETTINGS = """
 """
 VARIED = split_settings(VARIED_SETTINGS)
 LAYOUTS = ("tensor=2", "tensor=2 sequence=true", "context=2", "fsdp=2", "replicas=2", "stages=2 schedule=zero_bubble")
+FOUR = "layers=4 accumulate=4"
 LAYOUT_PAIRS = (
     ("replicas=1", "tensor=2 sequence=true"),
     ("tensor=2", "tensor=1 fsdp=2"),
@@ -35,7 +36,33 @@ LAYOUT_PAIRS = (
     ("fsdp=2", "fsdp=2 context=2"),
     ("stages=2", "stages=1 tensor=2"),
     ("fsdp=2", "fsdp=1 stages=2"),
+    (f"{FOUR} stages=2 schedule=gpipe", "schedule=zero_bubble"),
+    (f"{FOUR} stages=2", "stages=4 stages_per_process=2 schedule=zbv"),
+    (f"{FOUR} stages=4 stages_per_process=2 schedule=zbv", "schedule=interleaved_1f1b zero1=true replicas=2"),
+    ("stages=2 fsdp=2", "schedule=naive replicas=2 zero1=true fsdp=1"),
+    ("stages=2 replicas=2 zero1=true", "zero1=false replicas=1 fsdp=2 schedule=gpipe recompute=blocks"),
 )
+
+COMBINATIONS = """
+    replicas=2 zero1=true recompute=selective
+    context=2 recompute=blocks
+    stages=4 stages_per_process=2 schedule=zbv
+    stages=4 stages_per_process=2 schedule=dualpipev
+    stages=2 schedule=tests/harness/custom_code/schedules.py:last_first
+    recompute=blocks stages=2 schedule=naive
+    recompute=selective stages=2 schedule=gpipe
+    recompute=blocks stages=4 stages_per_process=2 schedule=interleaved_1f1b
+    recompute=selective stages=2 replicas=2 zero1=true
+    stages=2 replicas=2 schedule=zero_bubble
+    stages=4 stages_per_process=2 replicas=2 schedule=dualpipev
+    stages=4 stages_per_process=2 replicas=2 schedule=interleaved_1f1b
+    stages=4 stages_per_process=2 tensor=2 schedule=interleaved_1f1b
+    stages=4 stages_per_process=2 context=2 schedule=interleaved_1f1b
+    stages=2 fsdp=2
+    stages=2 fsdp=2 schedule=naive reshard=false
+    stages=2 context=2 fsdp=2
+"""
+"""Settings of runs of four blocks and four microbatches, one run in each line."""
 
 
 def read_losses(folder: RunFolder) -> list[float]:
@@ -72,6 +99,15 @@ def test_a_run_is_resumed_with_another_layout(layout: str, new_layout: str, tmp_
     assert losses == pytest.approx(read_losses(uninterrupted.folder), abs=1e-9, rel=0)
     assert len(losses) == 16 + 5  # 13 steps per epoch: evaluated after the steps 5, 10, 13, 15 and 16
     check_model_of_newest_checkpoint(folder)
+
+
+@pytest.mark.parametrize("settings", draw_cases("gpt-combinations", split_cases(COMBINATIONS), 1), ids=" ".join)
+def test_a_resumed_combination_is_bitwise_equal(settings: Settings, tmp_path: Path, quick: Settings) -> None:
+    """The last step of each epoch has one microbatch instead of four."""
+    steps = ("dtype=float32", "steps=15", "evaluate_every=7")
+    case = (*quick, *VARIED, *FOUR.split(), *steps, *settings)
+    uninterrupted = run_experiment(ENTRY.name, *case, runs=tmp_path / "uninterrupted")
+    check_resume(ENTRY, uninterrupted, "-".join(settings), tmp_path / "interrupted")
 
 
 def check_model_of_newest_checkpoint(folder: RunFolder) -> None:

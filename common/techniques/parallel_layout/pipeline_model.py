@@ -81,6 +81,9 @@ class PipelineModel(ParallelModel):
         holders = self.mesh.mesh.select(MESH_DIMS.index("stages"), self.pipeline_ranks.index)
         self.holders = run.world.make_subgroup(holders.flatten().tolist())
         self.settings = self.layout.make_pipeline_config(run.training_cfg.batch_plan.microbatches)
+        if self.settings.microbatches == 1 and run.world.is_main:
+            notice = "all stages but one are idle at any time, because a step has one microbatch"
+            print(f"{notice}; use accumulate=4 or more", flush=True)
         self.plan = pipeline.make_schedule(self.settings)
         self.placement = pipeline.list_stage_ranks(self.plan)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from common.config.config_keys import check_combinations
 from common.config.custom_function import convert_errors_of_user_file, load_function
 from common.system.errors import UserError
 from common.system.text import format_count
@@ -16,7 +17,7 @@ from common.techniques.pipeline.schedules import (
     make_schedule,
     simulate_schedule,
 )
-from configs.pipeline import PipelineConfig
+from configs.pipeline import SPLIT_BACKWARD_SCHEDULES, PipelineConfig
 
 USAGE = (
     "function(ranks, stages, microbatches) must return, for each rank, a list of tuples (pass, stage, microbatch), "
@@ -30,9 +31,6 @@ class HasPipeline(Protocol):
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline."""
 
-    def check_split_backward(self) -> None:
-        """Raise ValueError if other settings do not allow a schedule that splits backward passes."""
-
 
 def check_schedule_of_config(settings: HasPipeline) -> None:
     """Raise UserError if the pipeline schedule of a config is invalid, or if other settings do not allow it."""
@@ -44,7 +42,7 @@ def check_schedule_of_config(settings: HasPipeline) -> None:
         kinds.update(action.kind for action in actions)
     if "I" in kinds:
         try:
-            settings.check_split_backward()
+            check_combinations(settings, {"schedule": SPLIT_BACKWARD_SCHEDULES[0]})
         except ValueError as error:
             raise UserError(str(error)) from None
 

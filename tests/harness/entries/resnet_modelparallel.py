@@ -12,7 +12,7 @@ ENTRY = Entry(
     result_keys=(*SCORE_KEYS, "idle_share", "memory"),
     make_rank_settings=lambda count: ("width=4", f"stages={count}", "split=[]", "split_size=12", "plot=false"),
     resume_variants=(
-        ("width=8", "replicas=2", "split_size=6", "plot=false"),
+        ("width=8", "replicas=2", "split_size=6", "plot=false", "zero1=true"),
         ("width=8", "devices=[cpu,cpu]", "split_size=8", "plot=false"),
         ("width=8", "schedule=zero_bubble", "split_size=12", "plot=false"),
     ),

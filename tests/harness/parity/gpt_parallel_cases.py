@@ -51,7 +51,8 @@ from tests.harness.settings_text import split_settings
 VOCABULARY = 256
 STEPS = 20
 INTERRUPTED_STEP = 5
-"""Last step of an epoch, after whose checkpoint a training is interrupted. It is resumed with an evaluation."""
+"""Step after whose checkpoint a training is interrupted. With up to two microbatches, it is the last step of an epoch,
+and the training is resumed with an evaluation."""
 DELAY_SECONDS = 0.03
 """Additional time of a step on a slow rank."""
 TEXT_FILE = ROOT / "common/training/loop.py"

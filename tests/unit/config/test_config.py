@@ -80,6 +80,7 @@ INVALID_COMBINATIONS = {
     "split=[fc2,fc3]": "makes 3 stages ... stages=3",
     "schedule=zigzag": "unknown ... gpipe",
     "schedule=zbv": "schedule=zbv needs two stages per rank ... stages_per_process=2 ... stages=4",
+    "schedule=zbv stages=3": "set stages_per_process=2 and an even number of stages, such as stages=6",
     "schedule=dualpipev stages=2 stages_per_process=2 microbatches=1": "as many microbatches as stages ... 2 or more",
     "engine=torch stages=1": "at least 2 stages",
     "engine=torch schedule=x.py:f": "engine=own",

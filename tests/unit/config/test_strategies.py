@@ -1,9 +1,10 @@
-"""Tables of an experiment: every refused pair of settings is refused, and every other pair builds a config."""
+"""Tables of an experiment: refused settings name a remedy that works, and all other pairs build a config."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,15 +12,26 @@ import pytest
 
 from common.config import config, config_keys
 from common.system.errors import UserError
+from configs.pipeline import V_SCHEDULES
 from configs.strategies import Condition, Refusal, Settings, Strategies, factorize, format_text
 from configs.sweeps.strategies import list_points
 
 SCHEMAS = {name: config.import_schema(name) for name in config.list_experiments()}
 WITH_REFUSALS = [name for name, schema in SCHEMAS.items() if schema.refused]
 WITH_STRATEGIES = [name for name, schema in SCHEMAS.items() if schema.strategies is not None]
-BASE_SETTINGS = {"ddp_multinode": {"model": "resnet18"}}
+FOUR_STAGES = {"stages": "4", "stages_per_process": "2"}
+"""Stages that all schedules support."""
+BASE_SETTINGS = {
+    "ddp_multinode": {"model": "resnet18"},
+    "resnet_dataparallel": {"model": "resnet18"},
+    "resnet_modelparallel": FOUR_STAGES,
+}
 """Settings with which each setting of the table can have each of its values."""
-PAIRS_OF_OTHER_CHECKS = {frozenset({"elastic.on", "shards"}), frozenset({"stages", "schedule"})}
+PAIRS_OF_OTHER_CHECKS = {
+    frozenset({"elastic.on", "shards"}),
+    frozenset({"stages", "schedule"}),
+    frozenset({"zero1", "processes_per_node"}),
+}
 """Pairs that other checks refuse: of a group that several experiments have, or together with a third setting."""
 
 
@@ -44,7 +56,12 @@ def list_values(name: str, condition: Condition) -> tuple[str, str]:
 
 def load(name: str, settings: Mapping[str, str]) -> Any:
     merged = {**BASE_SETTINGS.get(name, {}), **settings}
-    arguments = [f"{key}={value}" for key, value in merged.items()]
+    return load_exactly(name, merged)
+
+
+def load_exactly(name: str, settings: Mapping[str, str]) -> Any:
+    """Load a config without the base settings."""
+    arguments = [f"{key}={value}" for key, value in settings.items()]
     return config.load_config(SCHEMAS[name], arguments, {})
 
 
@@ -55,8 +72,11 @@ def list_refusals() -> Iterator[tuple[str, Refusal]]:
 
 
 def make_refused_settings(name: str, refusal: Refusal) -> dict[str, str]:
-    """Return settings that meet both conditions of a refusal."""
-    return {condition.setting: choose_met_value(name, condition) for condition in refusal.conditions}
+    """Return settings that meet all conditions of a refusal."""
+    settings = {condition.setting: choose_met_value(name, condition) for condition in refusal.conditions}
+    if "stages" in settings and settings.get("schedule") in V_SCHEDULES:
+        settings |= FOUR_STAGES | {"accumulate": "4"}
+    return settings
 
 
 def choose_met_value(name: str, condition: Condition) -> str:
@@ -76,6 +96,22 @@ def test_every_refusal_of_a_table_names_the_remedy(name: str, refusal: Refusal) 
     assert refusal.problem and refusal.remedy
     groups = [condition.setting.partition(".")[0] for condition in refusal.conditions]
     assert any(group in message for group in groups)
+    remedied = apply_remedies(message, settings)
+    assert remedied
+    for changed in remedied:
+        load(name, changed)
+
+
+def apply_remedies(message: str, settings: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return settings after each change that a message suggests, such as `omit reshard` or `set fsdp=2`."""
+    remedy = message.rpartition("; ")[2]
+    changed = []
+    for name in re.findall(r"omit ([\w.]+)", remedy):
+        assert name in settings
+        changed.append({key: value for key, value in settings.items() if key != name})
+    for name, value in re.findall(r"(?<!omit )\b([\w.]+)=(\[[\d,]+\]|\w+)", remedy):
+        changed.append({**settings, name: value})
+    return changed
 
 
 def list_levels(name: str) -> dict[str, list[str]]:
@@ -132,7 +168,7 @@ def test_every_strategy_has_the_requested_number_of_ranks(name: str, ranks: int)
     strategies = SCHEMAS[name].strategies
     assert strategies is not None
     points = list_points(strategies, ranks)
-    configs = [load(name, {**strategies.run, **point}) for point in points]
+    configs = [load_exactly(name, {**strategies.run, **point}) for point in points]
     processes = [cfg.processes for cfg in configs]
     singles = len(strategies.list_candidates(1))
     assert set(processes[:singles]) == {1}

@@ -45,6 +45,8 @@ def test_ranks_do_not_divide_the_parameters_of_an_optimizer_that_mixes_them(
     schema = config.import_schema(name)
     optimizer = f"optim.name={write_optimizer(tmp_path, MIXING)}"
     settings = [optimizer, "optim.weight_decay=0"]
+    if "replicas" in list_keys(schema):
+        settings.append("replicas=2")
     attempt = Attempt(run.folder, run.prepared, is_new=True)
     cfg = config.load_config(schema, settings, {})
     attempt.check_custom_optimizer(cfg, is_joining=False)
