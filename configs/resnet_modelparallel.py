@@ -30,7 +30,7 @@ STRATEGIES = Strategies(
         ),
     },
     undivided={"stages": {"mode": "single"}},
-    options=({}, {"recompute": "blocks"}),
+    options=({}, {"recompute": "blocks"}, {"zero1": "true"}),
     # BatchNorm needs microbatches of the same size in all strategies, so that the losses are equal.
     run={
         "width": "32",

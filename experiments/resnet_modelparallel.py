@@ -136,7 +136,7 @@ def main(cfg: Config, run: Run) -> None:
     if cfg.log.memory and not cfg.in_one_process:
         from common.techniques.pipeline.step_formulas import report_step_formulas  # few runs measure memory
 
-        reports.append(report_step_formulas(cfg.memory, run, pipe, dp))
+        reports.append(report_step_formulas(cfg.memory, cfg.state_sharding, run, pipe, dp))
     run.report(*reports)
 
 

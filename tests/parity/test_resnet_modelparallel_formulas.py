@@ -18,6 +18,7 @@ CASES = {
     1: "mode=single,optim.name=adam",
     2: f"""
         replicas=2,mode=single
+        replicas=2,mode=single,zero1=true,optim.name=adam
         mode=naive,{TWO}
         schedule=gpipe,{TWO}
         schedule=1f1b,transport=network,{TWO}
@@ -28,6 +29,7 @@ CASES = {
     """,
     4: f"""
         replicas=2,schedule=1f1b,{TWO}
+        replicas=2,schedule=1f1b,zero1=true,optim.name=adam,{TWO}
         schedule=1f1b,{FOUR}
     """,
 }

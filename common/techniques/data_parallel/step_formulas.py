@@ -120,13 +120,9 @@ class StepFormulas:
 
     def list_updated_sizes(self) -> list[list[int]]:
         """Return the sizes of the parameters that each rank updates with zero1."""
-        from common.techniques.sharded_optimizer.api import assign_to_ranks  # imported here because few runs use it
+        from common.techniques.sharded_optimizer.api import divide_sizes  # imported here because few runs use it
 
-        sizes = [math.prod(shape) for shape in self.shapes]
-        updated: list[list[int]] = [[] for _ in range(self.replicas)]
-        for size, owner in zip(sizes, assign_to_ranks(sizes, self.replicas), strict=True):
-            updated[owner].append(size)
-        return updated
+        return divide_sizes([math.prod(shape) for shape in self.shapes], self.replicas)
 
     def count_compressed(self, shape: Sequence[int]) -> int:
         """Return the number of values that PowerSGD sends for a gradient."""

@@ -21,7 +21,7 @@ from configs.gpt_parallel import Config
 from configs.layout import Layout
 
 STATE = ("parameters", "gradients", "optimizer")
-PEAK_STATE = ("peak_parameters", "gradients", "optimizer")
+PEAK_STATE = ("peak_parameters", "peak_gradients", "optimizer")
 ACTIVATIONS = ("activations", "peak_activations")
 PRODUCT_SIZES = {"cpu": 768, "cuda": 4096}
 """Side of the square matrices whose product is timed. A GPU does not reach its highest rate with small matrices."""

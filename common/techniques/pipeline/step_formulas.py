@@ -15,26 +15,37 @@ from common.techniques.pipeline.executor import ScheduleExecutor
 from common.training import optimizers, step_formulas
 from common.training.run import Run
 from common.training.saved_tensors import SavedTensors
-from configs.memory import Memory
+from configs.memory import Memory, StateSharding
 
 
-def report_step_formulas(memory: Memory, run: Run, pipe: ScheduleExecutor, replicas: World) -> ReportData:
+def report_step_formulas(
+    memory: Memory, sharding: StateSharding, run: Run, pipe: ScheduleExecutor, replicas: World
+) -> ReportData:
     """Report the formulas of all ranks. All ranks must call this function.
 
-    `replicas` are the ranks that hold the same stages as this rank. There is no formula for recomputed activations.
+    `replicas` are the ranks that hold the same stages as this rank. With zero1, an all-gather among them follows the
+    update, in which each rank sends as many values as the rank that updates most. There is no formula for recomputed
+    activations.
     """
     sizes: list[int] = []
     for stage in pipe.local_stages.values():
         sizes += [parameter.numel() for parameter in stage.parameters()]
     element_bytes = pipe.dtype.itemsize
     predicted: dict[str, float] = {}
-    optimizer_bytes = optimizers.predict_state_bytes(run.training_cfg.optim, sizes, element_bytes)
+    updated = [sizes] * replicas.size
+    if sharding.zero1:
+        from common.techniques.sharded_optimizer.api import divide_sizes  # imported here because few runs use it
+
+        updated = divide_sizes(sizes, replicas.size)
+    optimizer_bytes = optimizers.predict_state_bytes(run.training_cfg.optim, updated[replicas.rank], element_bytes)
     if optimizer_bytes is not None:
         predicted[step_formulas.STATE] = 2 * sum(sizes) * element_bytes + optimizer_bytes
     if memory.recompute == "none":
         predicted[step_formulas.ACTIVATIONS] = predict_activation_bytes(run, pipe)
     averaged = sum(sizes) + pipe.has_last_stage  # the gradients and the loss
     sent = count_boundary_values(pipe) + 2 * (replicas.size - 1) / replicas.size * averaged
+    if sharding.zero1:
+        sent += (replicas.size - 1) * max(map(sum, updated))
     predicted[step_formulas.SENT] = round(sent * element_bytes)
     return step_formulas.gather_formulas(predicted, run.world)
 

@@ -19,3 +19,11 @@ def assign_to_ranks(sizes: Sequence[int], ranks: int) -> list[int]:
         owners[number] = owner
         loads[owner] += sizes[number]
     return owners
+
+
+def divide_sizes(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the sizes of the parameters that each rank updates."""
+    updated: list[list[int]] = [[] for _ in range(ranks)]
+    for size, owner in zip(sizes, assign_to_ranks(sizes, ranks), strict=True):
+        updated[owner].append(size)
+    return updated
