@@ -195,13 +195,10 @@ class RunContext(RunData):
         self.recovery = recovery
         self.hooks.append(recovery)
 
-    def choose_metered_modules(self, modules: Sequence[nn.Module]) -> None:
-        """Measure the memory of these modules, instead of those that are registered."""
+    def set_up_step_meter(self, modules: Sequence[nn.Module] | None, further_message_bytes: int) -> None:
+        """Set the attributes `metered_modules` and `further_message_bytes`, which a measurement of a step uses."""
         self.metered_modules = modules
-
-    def count_further_messages(self, size: int) -> None:
-        """Count bytes that this rank sends in each step in another way than through torch.distributed."""
-        self.further_message_bytes += size
+        self.further_message_bytes = further_message_bytes
 
     def add_step_meter(self) -> StepMeter:
         """Measure the memory and the messages of this rank in one step of this attempt (`log.memory`, by default 1).

@@ -61,7 +61,7 @@ class StepMeter(StepHook):
         self.count_remaining = count_remaining
         self.further_message_bytes = further_message_bytes
         self.local_parts = local_parts or {}
-        self.formulas: Mapping[str, int] = {}
+        self.formulas: dict[str, int] = {}
         """Bytes by category and `sent`, from formulas."""
         self.is_done = False
         self.contexts = contextlib.ExitStack()
@@ -114,9 +114,9 @@ class StepMeter(StepHook):
     def on_end(self) -> None:
         self.contexts.close()
 
-    def show_formulas(self, formulas: Mapping[str, int]) -> None:
+    def add_formulas(self, formulas: Mapping[str, int]) -> None:
         """Show the values of formulas, by category and `sent`, beside the measured bytes."""
-        self.formulas = formulas
+        self.formulas.update(formulas)
 
     def gather_report(self, world: World) -> ReportData:
         """Report the memory and the sent bytes of each rank, or nothing if the attempt had no step."""

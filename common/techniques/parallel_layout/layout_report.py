@@ -137,7 +137,7 @@ class LayoutReport:
             flops = sum(rank["flops"] for rank in by_rank) // copies
             if "optimizer" not in predicted:
                 full_state_bytes = 0
-        meter.show_formulas(predicted)
+        meter.add_formulas(predicted)
         tokens = cfg.batch * run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
         rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))

@@ -103,8 +103,7 @@ class PipelineModel(ParallelModel):
             self.table_copy.connect(self.model.embedding)
         self.model.keep_layers(self._list_kept_layers())
         self.executor = self._build_executor(self.model, layer_names, run)
-        run.choose_metered_modules([self.layers])
-        run.count_further_messages(self.executor.shared_memory_bytes)
+        run.set_up_step_meter([self.layers], self.executor.shared_memory_bytes)
 
     def _copy_table(self, model: GPT) -> TableCopy | None:
         """Return the exchange of a tied table, whose copy becomes a parameter of the last stage only.

@@ -180,5 +180,5 @@ def build_pipeline_engine(
     world = group or run.world
     shard = run.training_cfg.batch_plan.shard
     engine = engine_class(cfg, stages, loss, world, batch=shard, sample=run.sample_shape, dtype=run.dtype)
-    run.count_further_messages(engine.shared_memory_bytes)
+    run.set_up_step_meter(None, engine.shared_memory_bytes)
     return engine
