@@ -9,8 +9,8 @@ from __future__ import annotations
 from configs.shared import Experiment
 from configs.strategies import Settings, Strategies
 
-SETTINGS: Settings = {"log.memory": "1"}
-"""Settings of every run, in addition to those of the experiment."""
+SETTINGS: Settings = {"log.memory": "1", "wandb.model": "false"}
+"""Settings of every run, in addition to those of the experiment. The trained models are not needed in W&B."""
 MAIN_SETTINGS = ("model", "batch", "steps")
 """Settings that a caption names also if they have their default values."""
 HIDDEN_PREFIXES = ("runs", "log.", "wandb.", "data.cache", "data.test_limit", "evaluate_every", "plot", "prompt")
