@@ -39,6 +39,7 @@ from common.models.networks import Toy
 from common.models.sample_dropout import add_dropout
 from common.ranks.averaging import average_tensors
 from common.ranks.rendezvous import World
+from common.runs.result import Report
 from common.system.seeds import derive_seed
 from common.techniques.pipeline import model_split
 from common.techniques.pipeline.executor import LossFunction
@@ -132,7 +133,8 @@ def main(cfg: Config, run: Run) -> None:
             step.clip_gradients(pipe.module.parameters(), cfg.regularization.clip)  # by the norm over all stages
             optimizer.step()  # each rank updates its own stages
             step.log(loss=loss)
-    reports = [gather_device_facts(cfg, run, devices, training_bytes), report_pipeline(cfg, run, pipe, pp)]
+    facts = gather_device_facts(cfg, run, devices, training_bytes)
+    reports: list[Report] = [facts, report_pipeline(cfg, run, pipe, pp)]
     if cfg.log.memory and not cfg.in_one_process:
         from common.techniques.pipeline.step_formulas import report_step_formulas  # few runs measure memory
 

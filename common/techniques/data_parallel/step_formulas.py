@@ -159,10 +159,10 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
     return step_formulas.gather_formulas(predicted, run.world)
 
 
-def list_unit_shapes(units: Sequence[nn.Module]) -> list[list[Sequence[int]]]:
+def list_unit_shapes(units: Sequence[nn.Module]) -> list[Shapes]:
     """Return the shapes of the parameters of each unit, without those of earlier units."""
     listed: set[nn.Parameter] = set()
-    shapes = []
+    shapes: list[Shapes] = []
     for unit in units:
         parameters = [parameter for parameter in unit.parameters() if parameter not in listed]
         listed.update(parameters)
