@@ -271,16 +271,16 @@ def reject_unused_keys(settings: object) -> None:
             raise UserError(f"{problem}; set {key.only} or use {key.name}={format_value(key.default)}")
 
 
-def check_combinations(settings: object, equivalents: Mapping[str, Any] | None = None) -> None:
+def check_combinations(settings: object, **equivalents: Any) -> None:
     """Raise ValueError for settings that the config refuses to combine. The message includes a remedy.
 
-    `equivalents` contains values by name that are refused like those of the settings, such as a built-in schedule that
-    splits backward passes as a custom schedule does.
+    `equivalents` are values that are refused like those of the settings, such as a built-in schedule that splits
+    backward passes as a custom schedule does.
     """
     refusals: Sequence[Refusal] = getattr(settings, "refused", ())
     values = read_values(settings) if refusals else {}
     for refusal in refusals:
-        if refusal.applies(values | dict(equivalents or {})):
+        if refusal.applies(values | equivalents):
             raise ValueError(refusal.format_message(values))
 
 

@@ -218,8 +218,11 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         assert losses[-1] < 0.9 * losses[0], "the comparison requires a model that learns"
 
         differing = [gap.partition(":")[0] for gap in list_formula_gaps(outcome["result"])]
-        # fully_shard copies gathered parameters in another way if it divides another dimension than 0.
-        assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
+        if case.startswith("resumed") and FOUR in case:
+            assert differing, "the measured step is the first after the resume, which has one microbatch"
+        else:
+            # fully_shard copies gathered parameters in another way if it divides another dimension than 0.
+            assert differing == (["peak_parameters"] if case == OTHER_DIMS else []), case
 
         times = [first_step["before_backward"] for first_step in outcome["first_steps"]]
         # waits in forward, or few steps

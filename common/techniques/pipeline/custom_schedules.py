@@ -42,7 +42,7 @@ def check_schedule_of_config(settings: HasPipeline) -> None:
         kinds.update(action.kind for action in actions)
     if "I" in kinds:
         try:
-            check_combinations(settings, {"schedule": SPLIT_BACKWARD_SCHEDULES[0]})
+            check_combinations(settings, schedule=SPLIT_BACKWARD_SCHEDULES[0])
         except ValueError as error:
             raise UserError(str(error)) from None
 
