@@ -70,13 +70,26 @@ class StepFormulas:
         optimizer_bytes = optimizers.predict_state_bytes(self.cfg.optim, updated, self.element_bytes)
         if optimizer_bytes is None:
             return None
-        values = 2 * sum(stored)
+        values = sum(stored) + self.count_peak_gradients()
         if self.shards > 1:
             *layers, last_unit = [self.count_gathered(unit) for unit in self.units]
             values += last_unit + (max(layers, default=0) if self.cfg.reshard else sum(layers))
         if self.is_compressed:
             values += sum(stored) + sum(map(self.count_factors, self.shapes))
         return values * self.element_bytes + optimizer_bytes
+
+    def count_peak_gradients(self) -> int:
+        """Return the largest number of values of gradients at any time of the backward pass.
+
+        fully_shard divides the gradients of a unit after its last layer has computed them. The last unit is first.
+        """
+        if self.shards == 1:
+            return sum(map(math.prod, self.shapes))
+        peak = divided = 0
+        for unit in reversed(self.units):
+            peak = max(peak, divided + sum(map(math.prod, unit)))
+            divided += sum(map(self.count_stored, unit))
+        return max(peak, divided)
 
     def count_factors(self, shape: Sequence[int]) -> int:
         """Return the number of values of PowerSGD's two factors of a gradient, or 0 if it is not compressed.
