@@ -18,6 +18,8 @@ CASES = {
         optim.name=adam,bucket_mb=25
         zero1=true,optim.name=adamw
         communication=fp16
+        communication=powersgd,epochs=3,log.memory=10,steps=10
+        communication=powersgd,epochs=3,log.memory=9,steps=10
         communication=bf16
         strategy=fsdp,optim.name=adam
         strategy=fsdp,reshard=false

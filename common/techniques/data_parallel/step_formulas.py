@@ -61,7 +61,7 @@ class StepFormulas:
         return sum(self.shards * -(-shape[0] // self.shards) * math.prod(shape[1:]) for shape in shapes)
 
     def predict_state_bytes(self) -> int | None:
-        """Return the bytes of parameters at their peak, gradients, optimizer state and PowerSGD's errors and factors.
+        """Return the bytes of parameters and gradients at their peaks, optimizer state, and PowerSGD's local state.
 
         Between its forward and backward pass, a layer is not gathered, unless reshard=false.
         """
@@ -79,17 +79,18 @@ class StepFormulas:
         return values * self.element_bytes + optimizer_bytes
 
     def count_peak_gradients(self) -> int:
-        """Return the largest number of values of gradients at any time of the backward pass.
+        """Return the largest number of gradients of a rank in a backward pass.
 
-        fully_shard divides the gradients of a unit after its last layer has computed them. The last unit is first.
+        fully_shard divides the gradients of a layer when its backward pass ends, and those of the last unit at the end.
         """
         if self.shards == 1:
-            return sum(map(math.prod, self.shapes))
-        peak = divided = 0
-        for unit in reversed(self.units):
-            peak = max(peak, divided + sum(map(math.prod, unit)))
-            divided += sum(map(self.count_stored, unit))
-        return max(peak, divided)
+            return sum(map(self.count_stored, self.shapes))
+        undivided = [sum(map(math.prod, unit)) for unit in self.units]
+        divided = peak = 0
+        for number in reversed(range(len(self.units) - 1)):
+            peak = max(peak, divided + undivided[number] + undivided[-1])
+            divided += sum(map(self.count_stored, self.units[number]))
+        return max(peak, divided + undivided[-1])
 
     def count_factors(self, shape: Sequence[int]) -> int:
         """Return the number of values of PowerSGD's two factors of a gradient, or 0 if it is not compressed.
