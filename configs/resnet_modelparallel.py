@@ -18,7 +18,7 @@ DEVICE = re.compile(r"cpu|cuda:\d+")
 TWO_STAGES = {"stages_per_process": "2"}
 STRATEGIES = Strategies(
     degrees={
-        "replicas": ({},),
+        "replicas": ({}, {"zero1": "true"}),
         "stages": (
             {"schedule": "gpipe"},
             {"mode": "naive"},
@@ -30,7 +30,7 @@ STRATEGIES = Strategies(
         ),
     },
     undivided={"stages": {"mode": "single"}},
-    options=({}, {"recompute": "blocks"}, {"zero1": "true"}),
+    options=({}, {"recompute": "blocks"}),
     # BatchNorm needs microbatches of the same size in all strategies, so that the losses are equal.
     run={
         "width": "32",

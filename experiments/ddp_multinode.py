@@ -28,7 +28,7 @@ size (linear scaling rule, Goyal et al. 2017, arXiv 1706.02677).
 
 from __future__ import annotations
 
-from common.api import Run, build_optimizer, init_network, start
+from common.api import ReportData, Run, build_optimizer, init_network, start
 from common.techniques.data_parallel import ddp, sync_batchnorm
 from common.techniques.data_parallel.shards import set_up_shards
 from common.techniques.data_parallel.single_process_baseline import report_scaling
@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from torch import nn
+from torch.optim import Optimizer
 
 
 def list_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -105,6 +106,16 @@ def wrap_model(cfg: Config, model: nn.Module, run: Run) -> nn.Module:
     return replica
 
 
+def report_memory(cfg: Config, run: Run, network: nn.Module, optimizer: Optimizer) -> list[ReportData]:
+    """Report the size of the training state and, with `log.memory`, the values of formulas for memory and messages."""
+    reports = [report_state_bytes(optimizer, run.world)]
+    if cfg.log.memory:
+        from common.techniques.data_parallel.step_formulas import report_step_formulas  # few runs measure memory
+
+        reports.append(report_step_formulas(cfg, run, list_fsdp_units(network)))
+    return reports
+
+
 def main(cfg: Config, run: Run) -> None:
     network = init_network(cfg, run.sample_shape, run.outputs)  # the weights are the same on every rank
     model = wrap_model(cfg, network.to(run.device, run.dtype), run)
@@ -121,12 +132,7 @@ def main(cfg: Config, run: Run) -> None:
             step.clip_gradients(model.parameters(), cfg.regularization.clip)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             optimizer.step()
-    reports = [*report_scaling(cfg, run, model), report_state_bytes(optimizer, run.world)]
-    if cfg.log.memory:
-        from common.techniques.data_parallel.step_formulas import report_step_formulas  # few runs measure memory
-
-        reports.append(report_step_formulas(cfg, run, list_fsdp_units(network)))
-    run.report(*reports)
+    run.report(*report_scaling(cfg, run, model), *report_memory(cfg, run, network, optimizer))
 
 
 if __name__ == "__main__":
