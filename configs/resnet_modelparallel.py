@@ -33,12 +33,12 @@ STRATEGIES = Strategies(
     options=({}, {"recompute": "blocks"}),
     # BatchNorm needs microbatches of the same size in all strategies, so that the losses are equal.
     run={
-        "width": "32",
+        "width": "16",
         "split_size": "8",
         "devices": "[]",
         "plot": "false",
         "data.test_limit": "64",
-        "steps": "20",
+        "steps": "16",
     },
 )
 
