@@ -40,7 +40,7 @@ STRATEGIES = Strategies(
         "layers": "8",
         "batch": "32",
         "accumulate": "8",
-        "steps": "16",
+        "steps": "8",
         "evaluate_every": "0",
         "data.context": "64",
         "data.test_limit": "64",

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from common.training.observing_mode import ObservingMode
 
 COLLECTIVE_NAMESPACE = "c10d"
 RECEIVE = "recv_"
@@ -51,6 +52,8 @@ class SavedTensors:
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = parts
+        self.modules: list[nn.Module] = []
+        """All modules of the parts."""
         self.hooks = saved_tensors_hooks(self.save, lambda saved: saved.tensor)
         self.sizes: dict[int, int] = {}
         """Size in bytes of each storage that autograd holds, and of each tensor that is counted by its own size."""
@@ -75,6 +78,7 @@ class SavedTensors:
             registration: RemovableHandle = part.register_forward_pre_hook(self._note_inputs)
             self.contexts.callback(registration.remove)
             for module in part.modules():
+                self.modules.append(module)
                 if hasattr(module, "activation_observer"):
                     self.contexts.callback(setattr, module, "activation_observer", None)
                     setattr(module, "activation_observer", self)  # noqa: B010
@@ -117,11 +121,10 @@ class SavedTensors:
     def _list_parameter_addresses(self) -> set[int]:
         """Return the addresses of the present parameters, which fully_shard replaces during a forward pass."""
         addresses = set()
-        for part in self.parts:
-            for parameter in part.parameters():
-                detached = parameter.detach()
-                local = detached.to_local() if hasattr(detached, "to_local") else detached
-                addresses.add(local.untyped_storage().data_ptr())
+        for module in self.modules:
+            for parameter in module.parameters(recurse=False):
+                if not hasattr(parameter, "to_local"):  # autograd saves gathered parameters instead of shards
+                    addresses.add(parameter.untyped_storage().data_ptr())
         return addresses
 
     def _update_peak(self) -> None:
@@ -157,7 +160,7 @@ class SavedTensors:
                 self.peak_recomputed_bytes = max(self.peak_recomputed_bytes, size)
 
 
-class NewStorages(TorchDispatchMode):
+class NewStorages(ObservingMode):
     """Context that adds the storages that operations create to a set. Views and changes in place create none.
 
     `is_added(operation)` selects the operations. Buffers of received messages do not count, because the thread that

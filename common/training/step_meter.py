@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.checkpoint.local_part import LocalPart
 from common.measure.metrics_log import Values
@@ -17,6 +16,7 @@ from common.ranks.rendezvous import World
 from common.runs.result import ReportData
 from common.training.hooks import StepHook
 from common.training.message_counter import MessageCounter
+from common.training.observing_mode import ObservingMode
 from common.training.saved_tensors import SavedTensors
 
 GATHER_OPERATION = "fsdp::split_with_sizes_copy"
@@ -198,7 +198,7 @@ def count_bytes(values: Iterable[Any]) -> int:
     return total
 
 
-class GatheredParameters(TorchDispatchMode):
+class GatheredParameters(ObservingMode):
     """Context in which the memory of the parameters that `fully_shard` gathers is observed.
 
     `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive

@@ -22,7 +22,8 @@ from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, finish
 from tests.benchmarks.records import Cell, Row, Table
 
-RANKS = 4
+RANKS = 2
+"""Number of ranks. On two cores, the times of more ranks would show how the ranks share a core."""
 COLUMNS = (
     "memory of a rank, MB",
     "memory - formula, %",
