@@ -54,6 +54,8 @@ class SavedTensors:
         self.parts = parts
         self.modules: list[nn.Module] = []
         """All modules of the parts."""
+        self.local_tensors: dict[nn.Parameter, Tensor] = {}
+        """This rank's part of each parameter. fully_shard resizes its storage, but does not replace it."""
         self.hooks = saved_tensors_hooks(self.save, lambda saved: saved.tensor)
         self.sizes: dict[int, int] = {}
         """Size in bytes of each storage that autograd holds, and of each tensor that is counted by its own size."""
@@ -123,8 +125,10 @@ class SavedTensors:
         addresses = set()
         for module in self.modules:
             for parameter in module.parameters(recurse=False):
-                if not hasattr(parameter, "to_local"):  # autograd saves gathered parameters instead of shards
-                    addresses.add(parameter.untyped_storage().data_ptr())
+                if parameter not in self.local_tensors:
+                    is_divided = hasattr(parameter, "to_local")
+                    self.local_tensors[parameter] = parameter.detach().to_local() if is_divided else parameter
+                addresses.add(self.local_tensors[parameter].untyped_storage().data_ptr())
         return addresses
 
     def _update_peak(self) -> None:

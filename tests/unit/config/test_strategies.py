@@ -15,6 +15,7 @@ from common.system.errors import UserError
 from configs.pipeline import V_SCHEDULES
 from configs.strategies import Condition, Refusal, Settings, Strategies, factorize, format_text
 from configs.sweeps.strategies import list_points
+from tests.harness.environment.randomness import draw_cases
 
 SCHEMAS = {name: config.import_schema(name) for name in config.list_experiments()}
 WITH_REFUSALS = [name for name, schema in SCHEMAS.items() if schema.refused]
@@ -27,6 +28,7 @@ BASE_SETTINGS = {
     "resnet_modelparallel": FOUR_STAGES,
 }
 """Settings with which each setting of the table can have each of its values."""
+DRAWN_PAIRS = 60
 PAIRS_OF_OTHER_CHECKS = {
     frozenset({"elastic.on", "shards"}),
     frozenset({"stages", "schedule"}),
@@ -140,25 +142,25 @@ def find_refusal(name: str, settings: Mapping[str, str]) -> Refusal | None:
     return None
 
 
-@pytest.mark.parametrize("name", WITH_REFUSALS)
-def test_a_pair_of_settings_is_refused_exactly_if_the_table_says_so(name: str) -> None:
-    legal = 0
-    refused = 0
+def list_pairs(name: str) -> list[dict[str, str]]:
+    """Return each combination of the values of two settings of a table."""
+    pairs = []
     levels = list_levels(name)
     for first, second in itertools.combinations(levels, 2):
-        if {first, second} in PAIRS_OF_OTHER_CHECKS:
-            continue
-        for values in itertools.product(levels[first], levels[second]):
-            settings = dict(zip((first, second), values, strict=True))
-            refusal = find_refusal(name, settings)
-            if refusal is None:
+        if {first, second} not in PAIRS_OF_OTHER_CHECKS:
+            for values in itertools.product(levels[first], levels[second]):
+                pairs.append(dict(zip((first, second), values, strict=True)))
+    return pairs
+
+
+@pytest.mark.parametrize("name", WITH_REFUSALS)
+def test_a_pair_of_settings_is_refused_exactly_if_the_table_says_so(name: str) -> None:
+    for settings in draw_cases(f"pairs-{name}", list_pairs(name), DRAWN_PAIRS):
+        if find_refusal(name, settings) is None:
+            load(name, settings)
+        else:
+            with pytest.raises(UserError):
                 load(name, settings)
-                legal += 1
-            else:
-                with pytest.raises(UserError):
-                    load(name, settings)
-                refused += 1
-    assert legal > refused > 0
 
 
 @pytest.mark.parametrize("name", WITH_STRATEGIES)
