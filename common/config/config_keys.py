@@ -274,8 +274,8 @@ def reject_unused_keys(settings: object) -> None:
 def check_combinations(settings: object, **equivalents: Any) -> None:
     """Raise ValueError for settings that the config refuses to combine. The message includes a remedy.
 
-    `equivalents` are values that are refused like those of the settings, such as a built-in schedule that splits
-    backward passes as a custom schedule does.
+    In the conditions, `equivalents` replace values of settings, for example the value of a custom function by a
+    built-in value with the same property. The message contains the values of the settings.
     """
     refusals: Sequence[Refusal] = getattr(settings, "refused", ())
     values = read_values(settings) if refusals else {}

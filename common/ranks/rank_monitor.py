@@ -215,10 +215,12 @@ class RankMonitor:
             problem += ": the system ran out of memory"
         elif cause is Cause.THREAD_SHORTAGE:
             problem += f": {describe_thread_shortage()}"
-        recorded = self.read_failure(child.rank)
-        if recorded is not None:  # NCCL kills a rank that waits for an unresponsive rank, which this rank has reported
-            cause = recorded.cause
-            problem = f"failed {recorded.message}"
+        elif self.supervisor is None:
+            # NCCL kills a rank that waits for an unresponsive rank, after this rank has reported the other one.
+            recorded = self.read_failure(child.rank)
+            if recorded is not None:
+                cause = recorded.cause
+                problem = f"failed {recorded.message}"
 
         end_reason = ""
         if self.supervisor is not None:

@@ -2,7 +2,8 @@
 
 A rank that fails writes failure-RANK.json to the folder of its attempt. A rank of a SLURM job also writes a record for
 the job (see slurm/scheduling/job_failures.py), which exists even if the rank fails before its attempt has a folder. A
-rank that is killed by a signal writes no record; its launcher or SLURM reports the signal.
+rank that is killed by a signal has a record only if it has failed before, such as a rank that NCCL ends after a
+timeout. Otherwise, its launcher or SLURM reports the signal.
 """
 
 from __future__ import annotations

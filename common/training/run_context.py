@@ -50,7 +50,7 @@ class RunContext(RunData):
     """
 
     further_message_bytes: int = 0
-    """Bytes that this rank sends in each step in another way than through torch.distributed."""
+    """Bytes that this rank sends in each step outside torch.distributed, such as through shared memory."""
     metered_modules: Sequence[nn.Module] | None = None
     """Modules whose memory is measured; None measures those that are registered."""
 
@@ -196,7 +196,7 @@ class RunContext(RunData):
         self.hooks.append(recovery)
 
     def set_up_step_meter(self, modules: Sequence[nn.Module] | None, further_message_bytes: int) -> None:
-        """Set the attributes `metered_modules` and `further_message_bytes`, which a measurement of a step uses."""
+        """Set the modules whose memory is measured, and the bytes that are sent outside torch.distributed."""
         self.metered_modules = modules
         self.further_message_bytes = further_message_bytes
 

@@ -93,7 +93,7 @@ class SavedTensors:
     def _note_inputs(self, part: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Note the storages of inputs that no operation has computed: the batches of the data loader.
 
-        A pipeline marks such an input as one that requires a gradient if it splits backward passes.
+        Such an input may require a gradient.
         """
         for value in inputs:
             if isinstance(value, Tensor) and value.is_leaf:

@@ -50,10 +50,10 @@ class StepMeter(StepHook):
     ) -> None:
         """Prepare the measurement of the parts of the model that this rank trains.
 
-        `step` is the number of the measured step, counted from 1 in each attempt. `count_remaining` returns the number
-        of steps of the attempt before its first step; if there are fewer than `step`, the last one is measured.
-        `further_message_bytes` is the number of bytes that this rank sends in another way than through
-        torch.distributed. `local_parts` contains further state of this rank by name.
+        `step` is the number of the measured step, counted from 1 in each attempt. `count_remaining` returns how many
+        steps remain, and is called before the first one. If fewer than `step` remain, the last one is measured.
+        `further_message_bytes` is the number of bytes that this rank sends in each step outside torch.distributed.
+        `local_parts` contains further state of this rank by name.
         """
         self.parts = parts
         self.optimizer = optimizer
@@ -126,7 +126,11 @@ class StepMeter(StepHook):
         if not ranks or not self.is_done:
             return ReportData()
         state, activations, sent = (list(values) for values in zip(*ranks, strict=True))
-        largest = {name: max(rank[name] for rank in memory) for name in self.memory} | {"sent": max(sent)}
+        largest: dict[str, int] = {}
+        for sizes in memory:  # ranks may have different categories; a rank that joined at the end has none
+            for name, size in sizes.items():
+                largest[name] = max(size, largest.get(name, 0))
+        largest["sent"] = max(sent)
         row = format_sizes(largest, self.formulas)
         measured = {"rank_state_bytes": state, "rank_activation_bytes": activations, "rank_sent_bytes": sent}
         return ReportData({"memory and messages": row}, measured=measured)

@@ -175,8 +175,10 @@ def report_strategies(sweep: SweepFolder) -> None:
         others = f" and {len(missing) - MAX_MISSING_NAMES} more" if len(missing) > MAX_MISSING_NAMES else ""
         print(f"not in the table: {format_count(len(missing), 'run')}: {names}{others}")
     if len(runs) < 2:
-        print("no table: it needs measurements of at least two strategies; repeat the command", flush=True)
+        remedy = "repeat the command (FAILED=1 also repeats failed runs)"
+        print(f"no table: fewer than two strategies have finished; {remedy}", flush=True)
         return
-    settings = strategy_grid.format_fixed_settings(sweep.plan.points[0].settings, sweep.plan.settings)
-    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path, settings)
+    process = sweep.plan.points[0]
+    settings = strategy_grid.format_fixed_settings(process.settings, sweep.plan.settings)
+    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path, settings, process.label)
     print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

@@ -197,7 +197,7 @@ class TimeEstimate:
         if waiting and not self.is_printed:
             seconds = math.ceil(waiting / self.parallel) * (time.monotonic() - self.started)
             minutes = format_count(math.ceil(seconds / 60), "minute")
-            print(f"  {format_count(waiting, 'run')} to start: about {minutes}", flush=True)
+            print(f"  {format_count(waiting, 'run')} not started yet; estimated time: {minutes}", flush=True)
         self.is_printed = True
 
 

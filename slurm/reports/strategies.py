@@ -197,8 +197,8 @@ class StrategySummary:
 def list_heads(run: StrategyRun) -> list[str]:
     """Return the heads of the columns."""
     per_second = "tokens/s" if run.tokens_per_sample else "samples/s"
-    memory = ["memory,\nMB", "memory -\nformula", "of these\nactivations"]
-    sent = ["sent,\nMB", "sent -\nformula"]
+    memory = ["memory,\nMB", "memory vs.\nformula", "of these\nactivations"]
+    sent = ["sent,\nMB", "sent vs.\nformula"]
     return ["strategy", "ranks", "ms per step", per_second, *memory, *sent, "idle", "loss\ndifference"]
 
 
@@ -216,9 +216,12 @@ def format_times(milliseconds: Sequence[float]) -> str:
     return f"{middle:{digits}} [{low:{digits}}..{high:{digits}}]"
 
 
-def summarize(runs: Mapping[str, Sequence[StrategyRun]]) -> list[StrategySummary]:
-    """Return the rows of the table. The first strategy is one process, with which losses are compared."""
-    reference = {run.repeat: run for run in next(iter(runs.values()))}
+def summarize(runs: Mapping[str, Sequence[StrategyRun]], process: str = "one process") -> list[StrategySummary]:
+    """Return the rows of the table for the runs of each strategy, by label.
+
+    Losses and activations are compared with those of the strategy with the label `process`, if it has runs.
+    """
+    reference = {run.repeat: run for run in runs.get(process, ())}
     summaries = []
     for label, members in runs.items():
         differences = []
@@ -232,15 +235,21 @@ def summarize(runs: Mapping[str, Sequence[StrategyRun]]) -> list[StrategySummary
     return summaries
 
 
-def print_report(experiment: str, runs: Mapping[str, Sequence[StrategyRun]], folder: Path, settings: str = "") -> None:
+def print_report(
+    experiment: str,
+    runs: Mapping[str, Sequence[StrategyRun]],
+    folder: Path,
+    settings: str = "",
+    process: str = "one process",
+) -> None:
     """Print the table and the answers, and draw the figure in a folder. `runs` has at least two strategies.
 
-    `settings` names the settings that all runs share.
+    `settings` names the settings that all runs share. `process` is the label of the runs of one process.
     """
     from rich.console import Console  # imported here because most commands print no such table
     from rich.table import Table
 
-    rows = summarize(runs)
+    rows = summarize(runs, process)
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("#", justify="right", no_wrap=True)
     heads = list_heads(rows[0].runs[0])
@@ -274,8 +283,8 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
         f"step time: median [quartiles] of {number} steps after the warm-up, in {format_count(rounds, 'round')}",
         "memory: training state and activations of the rank that needs most memory",
         "sent: bytes per step of the rank that sends most",
-        "- formula: difference of the measured bytes from those of a formula; activations without a formula are "
-        "compared with a rank's share of the activations of one process",
+        "vs. formula: difference in percent of the measured bytes from a formula; activations without a formula are "
+        "compared with a rank's share of those of one process",
         "idle: share of time in which ranks wait for other stages, or for messages that do not overlap with "
         f"computation; {MISSING} if the experiment does not measure it for a strategy",
         "loss difference: largest difference of a step's loss from that of one process",

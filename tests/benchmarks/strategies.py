@@ -26,10 +26,10 @@ RANKS = 2
 """Number of ranks. On two cores, the times of more ranks would show how the ranks share a core."""
 COLUMNS = (
     "memory of a rank, MB",
-    "memory - formula, %",
+    "memory vs. formula, %",
     "of these activations, MB",
     "MB sent per step",
-    "sent - formula, %",
+    "sent vs. formula, %",
     "idle, %",
     "loss difference",
 )

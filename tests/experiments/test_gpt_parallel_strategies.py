@@ -49,7 +49,7 @@ def test_a_custom_network_is_compared_in_every_legal_strategy(tmp_path: Path, ca
     assert "not available: stages=2 schedule=1f1b and 14 more: tensor, context, fsdp and stages" in out
     assert "not available: one process recompute=blocks and 1 more: recompute=blocks: the network Net has no blo" in out
     assert out.count("REFUSED") == 2
-    assert "4 runs to start: about " in out
+    assert "4 runs not started yet; estimated time: " in out
     assert f"settings of all runs: model={tmp_path}/net.py:Net batch=16 steps=6 layers=8" in out
     for number, label in enumerate(("one process", "replicas=2", "replicas=2 zero1=true"), 1):
         (row,) = re.findall(rf"^{number}  {label} .*$", out, re.MULTILINE)

@@ -26,6 +26,7 @@ CASES = {
         strategy=fsdp,model=resnet18,sync_batchnorm=true
         model=resnet18,zero1=true
         model=resnet18,sync_batchnorm=true
+        model=resnet18,sync_batchnorm=true,recompute=blocks
     """,
     4: """
         zero1=true
@@ -49,7 +50,8 @@ def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cach
     for case, outcome in outcomes.items():
         result = outcome["result"]
         assert list_rank_formula_gaps(result, TOLERANCES) == [], case
-        assert result["rank_sample_share"] == [1 / ranks] * ranks, case
+        expected_share = None if "recompute" in case else [1 / ranks] * ranks
+        assert result.get("rank_sample_share") == expected_share, case
 
 
 def test_a_shard_keeps_its_part_of_the_activations(tmp_path: Path, cache: Path) -> None:

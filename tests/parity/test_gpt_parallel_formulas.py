@@ -27,6 +27,7 @@ CASES = {
     """,
     2: """
         tensor=2,sequence=true,dropout=0.2,key_value_heads=2
+        tensor=2,data.context=16,batch=8
         fsdp=2,accumulate=3,key_value_heads=2
         fsdp=2,reshard=false
         fsdp=2,reshard=false,accumulate=3,tied=false,layers=1

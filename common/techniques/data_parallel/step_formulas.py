@@ -38,6 +38,8 @@ class StepFormulas:
     """True if PowerSGD compresses the gradients of the measured step."""
     norm_channels: Sequence[int] = ()
     """Numbers of channels of the synchronized BatchNorm layers."""
+    recomputed_channels: Sequence[int] = ()
+    """The same for the layers whose forward pass is computed again in the backward pass."""
 
     @property
     def shapes(self) -> list[Sequence[int]]:
@@ -127,10 +129,11 @@ class StepFormulas:
     def predict_norm_messages(self) -> float:
         """Return the bytes that this rank sends to synchronize BatchNorm.
 
-        Each layer all-reduces three numbers per channel in each direction.
+        Each layer all-reduces three numbers per channel in each forward and backward pass.
         """
         ranks = self.shards * self.replicas
-        return 2 * (ranks - 1) / ranks * 2 * 3 * sum(self.norm_channels) * self.element_bytes
+        values = 3 * (2 * sum(self.norm_channels) + sum(self.recomputed_channels))
+        return 2 * (ranks - 1) / ranks * values * self.element_bytes
 
     def list_updated_sizes(self) -> list[list[int]]:
         """Return the sizes of the parameters that each rank updates with zero1."""
@@ -149,6 +152,8 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
     `units` are the modules that fully_shard gathers separately, and last the model. If blocks recompute activations,
     the activations of one process are no reference.
     """
+    if not all(parameter.requires_grad for parameter in units[-1].parameters()):
+        return ReportData()  # frozen parameters have no gradients
     measured_step = min(run.resumed_after + cfg.log.memory, run.total)
     shards = (cfg.fsdp or run.world.size) if cfg.strategy == "fsdp" else 1
     formulas = StepFormulas(
@@ -159,7 +164,8 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
         run.world.rank,
         run.dtype.itemsize,
         cfg.communication == "powersgd" and measured_step >= POWERSGD_START_STEP,
-        [layer.num_features for layer in units[-1].modules() if isinstance(layer, SyncBatchNorm2d)],
+        list_norm_channels(units[-1]),
+        list_recomputed_channels(units[-1]) if cfg.memory.recompute != "none" else [],
     )
     predicted: dict[str, float] = {}
     state = formulas.predict_state_bytes()
@@ -171,6 +177,22 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
         assert run.state is not None and isinstance(run.state.loader, Loader)
         predicted[step_formulas.SAMPLE_SHARE] = run.state.loader.local_samples / cfg.batch
     return step_formulas.gather_formulas(predicted, run.world)
+
+
+def list_norm_channels(module: nn.Module) -> list[int]:
+    """Return the number of channels of each synchronized BatchNorm layer of a module."""
+    return [layer.num_features for layer in module.modules() if isinstance(layer, SyncBatchNorm2d)]
+
+
+def list_recomputed_channels(model: nn.Module) -> list[int]:
+    """Return the number of channels of each synchronized BatchNorm layer in the blocks that are computed again."""
+    from common.techniques.recompute.blocks import RecomputedModule  # imported here because few runs use it
+
+    channels: list[int] = []
+    for module in model.modules():
+        if isinstance(module, RecomputedModule):
+            channels += list_norm_channels(module)
+    return channels
 
 
 def list_unit_shapes(units: Sequence[nn.Module]) -> list[Shapes]:

@@ -27,6 +27,9 @@ def report_step_formulas(
     update, in which each rank sends as many values as the rank that updates most. There is no formula for recomputed
     activations.
     """
+    is_frozen = not all(parameter.requires_grad for parameter in pipe.module.parameters())
+    if any(run.world.all_gather(is_frozen)):
+        return ReportData()  # frozen parameters have no gradients
     sizes: list[int] = []
     for stage in pipe.local_stages.values():
         sizes += [parameter.numel() for parameter in stage.parameters()]
@@ -42,7 +45,8 @@ def report_step_formulas(
         predicted[step_formulas.STATE] = 2 * sum(sizes) * element_bytes + optimizer_bytes
     if memory.recompute == "none":
         predicted[step_formulas.ACTIVATIONS] = predict_activation_bytes(run, pipe)
-    averaged = sum(sizes) + pipe.has_last_stage  # the gradients and the loss
+    loss_values = 1 if pipe.has_last_stage else 0
+    averaged = sum(sizes) + loss_values
     sent = count_boundary_values(pipe) + 2 * (replicas.size - 1) / replicas.size * averaged
     if sharding.zero1:
         sent += (replicas.size - 1) * max(map(sum, updated))
@@ -89,7 +93,7 @@ def measure_kept_bytes(run: Run, pipe: ScheduleExecutor) -> dict[tuple[str, int]
     previous stage, an activation that both stages keep counts for the previous stage only.
     """
     stages: dict[int, Any] = {number: copy.deepcopy(stage).train() for number, stage in pipe.local_stages.items()}
-    split_stages = {number for number, _ in pipe.split_backwards}
+    split_stages = {number for kind, number, _ in pipe.plan[pipe.world.rank] if kind == "I"}
     kept: dict[tuple[str, int], int] = {}
     passes: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, which keeps what autograd has saved
     with SavedTensors(list(stages.values())) as saved:

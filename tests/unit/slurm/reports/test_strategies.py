@@ -110,6 +110,11 @@ def test_losses_are_compared_with_one_process_in_the_same_round() -> None:
     assert [row.loss_difference for row in rows] == [0, 0.5, None]
 
 
+def test_without_one_process_nothing_is_compared() -> None:
+    runs = {"tensor=2": [make_run(losses=[2.0, 1.0])], "fsdp=2": [make_run(losses=[3.0, 1.0])]}
+    assert [row.loss_difference for row in summarize(runs)] == [None, None]
+
+
 def test_times_are_the_median_and_quartiles_over_all_rounds() -> None:
     first = make_run(step_seconds=[0.1, 0.2])
     second = make_run(repeat=1, step_seconds=[0.3, 0.4, 0.5])
@@ -125,7 +130,7 @@ def list_deviations(*runs: StrategyRun) -> tuple[str, str]:
     row = summarize({"one process": [make_run(activation_bytes=4e6)], "fsdp=2": runs})[1]
     heads = strategies.list_heads(row.runs[0])
     cells = dict(zip(heads, row.format_cells(), strict=True))
-    return cells["memory -\nformula"], cells["sent -\nformula"]
+    return cells["memory vs.\nformula"], cells["sent vs.\nformula"]
 
 
 def test_measurements_are_compared_with_formulas() -> None:
