@@ -126,8 +126,9 @@ class SavedTensors:
         for module in self.modules:
             for parameter in module.parameters(recurse=False):
                 if parameter not in self.local_tensors:
-                    is_divided = hasattr(parameter, "to_local")
-                    self.local_tensors[parameter] = parameter.detach().to_local() if is_divided else parameter
+                    detached: Any = parameter.detach()
+                    local = detached.to_local() if hasattr(detached, "to_local") else detached
+                    self.local_tensors[parameter] = local
                 addresses.add(self.local_tensors[parameter].untyped_storage().data_ptr())
         return addresses
 

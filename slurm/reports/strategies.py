@@ -227,10 +227,10 @@ def summarize(runs: Mapping[str, Sequence[StrategyRun]], process: str = "one pro
         differences = []
         deviations = []
         for run in members:
-            process = reference.get(run.repeat)
-            for loss, expected in zip(run.losses, process.losses if process else (), strict=False):
+            expected_run = reference.get(run.repeat)
+            for loss, expected in zip(run.losses, expected_run.losses if expected_run else (), strict=False):
                 differences.append(abs(loss - expected))
-            deviations.append(run.compute_memory_deviation(process))
+            deviations.append(run.compute_memory_deviation(expected_run))
         summaries.append(StrategySummary(label, members, max(differences, default=None), deviations))
     return summaries
 

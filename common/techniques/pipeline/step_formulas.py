@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
@@ -27,12 +27,13 @@ def report_step_formulas(
     update, in which each rank sends as many values as the rank that updates most. There is no formula for recomputed
     activations.
     """
-    is_frozen = not all(parameter.requires_grad for parameter in pipe.module.parameters())
+    parameters: list[nn.Parameter] = []
+    for stage in pipe.local_stages.values():
+        parameters += stage.parameters()
+    is_frozen = not all(parameter.requires_grad for parameter in parameters)
     if any(run.world.all_gather(is_frozen)):
         return ReportData()  # frozen parameters have no gradients
-    sizes: list[int] = []
-    for stage in pipe.local_stages.values():
-        sizes += [parameter.numel() for parameter in stage.parameters()]
+    sizes = [parameter.numel() for parameter in parameters]
     element_bytes = pipe.dtype.itemsize
     predicted: dict[str, float] = {}
     updated = [sizes] * replicas.size
