@@ -186,12 +186,11 @@ def list_norm_channels(module: nn.Module) -> list[int]:
 
 def list_recomputed_channels(model: nn.Module) -> list[int]:
     """Return the number of channels of each synchronized BatchNorm layer in the blocks that are computed again."""
-    from common.techniques.recompute.blocks import RecomputedModule  # imported here because few runs use it
+    from common.techniques.recompute.api import list_recomputed_blocks  # imported here because few runs use it
 
     channels: list[int] = []
-    for module in model.modules():
-        if isinstance(module, RecomputedModule):
-            channels += list_norm_channels(module)
+    for block in list_recomputed_blocks(model):
+        channels += list_norm_channels(block)
     return channels
 
 
