@@ -220,7 +220,7 @@ def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> N
         differing = [gap.partition(":")[0] for gap in list_formula_gaps(outcome["result"])]
         if case.startswith("resumed") and FOUR in case:
             # The measured step is the first after the resume, which has one microbatch.
-            assert "sent" in differing, case
+            assert differing, case
             assert not {"parameters", "gradients", "optimizer"} & set(differing), case
         else:
             # fully_shard copies gathered parameters in another way if it divides another dimension than 0.
