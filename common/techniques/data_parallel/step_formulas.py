@@ -53,14 +53,14 @@ class StepFormulas:
         """Return the number of values of a parameter that this rank stores. Dimension 0 is divided in equal chunks."""
         if self.shards == 1:
             return math.prod(shape)
-        chunk = -(-shape[0] // self.shards)
+        chunk = math.ceil(shape[0] / self.shards)
         shard = self.rank % self.shards
         rows = min(chunk, max(0, shape[0] - shard * chunk))
         return rows * math.prod(shape[1:])
 
     def count_gathered(self, shapes: Shapes) -> int:
         """Return the number of values of gathered parameters, whose shards are padded to equal sizes."""
-        return sum(self.shards * -(-shape[0] // self.shards) * math.prod(shape[1:]) for shape in shapes)
+        return sum(self.shards * math.ceil(shape[0] / self.shards) * math.prod(shape[1:]) for shape in shapes)
 
     def predict_state_bytes(self) -> int | None:
         """Return the bytes of parameters and gradients at their peaks, optimizer state, and PowerSGD's local state.
@@ -88,7 +88,8 @@ class StepFormulas:
         if self.shards == 1:
             return sum(map(self.count_stored, self.shapes))
         undivided = [sum(map(math.prod, unit)) for unit in self.units]
-        divided = peak = 0
+        divided = 0
+        peak = 0
         for number in reversed(range(len(self.units) - 1)):
             peak = max(peak, divided + undivided[number] + undivided[-1])
             divided += sum(map(self.count_stored, self.units[number]))
@@ -196,10 +197,10 @@ def list_recomputed_channels(model: nn.Module) -> list[int]:
 
 def list_unit_shapes(units: Sequence[nn.Module]) -> list[Shapes]:
     """Return the shapes of the parameters of each unit, without those of earlier units."""
-    listed: set[nn.Parameter] = set()
+    earlier_parameters: set[nn.Parameter] = set()
     shapes: list[Shapes] = []
     for unit in units:
-        parameters = [parameter for parameter in unit.parameters() if parameter not in listed]
-        listed.update(parameters)
+        parameters = [parameter for parameter in unit.parameters() if parameter not in earlier_parameters]
+        earlier_parameters.update(parameters)
         shapes.append([tuple(parameter.shape) for parameter in parameters])
     return shapes

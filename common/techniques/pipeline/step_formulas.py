@@ -73,7 +73,7 @@ def predict_activation_bytes(run: Run, pipe: ScheduleExecutor) -> int:
 
     A microbatch is in flight in a stage from its forward (F) to the end of its backward: B, or I and W if it is split.
     """
-    kept = measure_kept_bytes(run, pipe)
+    kept_bytes = measure_kept_bytes(run, pipe)
     peak = 0
     in_flight: Counter[tuple[str, int]] = Counter()  # number of microbatches by their latest action and the stage
     for kind, number, _ in pipe.plan[pipe.world.rank]:
@@ -83,7 +83,7 @@ def predict_activation_bytes(run: Run, pipe: ScheduleExecutor) -> int:
             in_flight["F", number] -= 1
         if kind == "W":
             in_flight["I", number] -= 1
-        peak = max(peak, sum(count * kept[key] for key, count in in_flight.items()))
+        peak = max(peak, sum(count * kept_bytes[key] for key, count in in_flight.items()))
     return peak
 
 
@@ -95,7 +95,7 @@ def measure_kept_bytes(run: Run, pipe: ScheduleExecutor) -> dict[tuple[str, int]
     """
     stages: dict[int, Any] = {number: copy.deepcopy(stage).train() for number, stage in pipe.local_stages.items()}
     split_stages = {number for kind, number, _ in pipe.plan[pipe.world.rank] if kind == "I"}
-    kept: dict[tuple[str, int], int] = {}
+    kept_bytes: dict[tuple[str, int], int] = {}
     passes: dict[int, tuple[Tensor, Tensor]] = {}  # input and output, which keeps what autograd has saved
     with SavedTensors(list(stages.values())) as saved:
         for number in sorted(stages):
@@ -109,7 +109,7 @@ def measure_kept_bytes(run: Run, pipe: ScheduleExecutor) -> dict[tuple[str, int]
             x.requires_grad_(x.is_floating_point() and (number > 0 or number in split_stages))
             size = saved.bytes
             passes[number] = x, stages[number](x)
-            kept["F", number] = saved.bytes - size
+            kept_bytes["F", number] = saved.bytes - size
         remaining = []
         for number in sorted(split_stages & stages.keys(), reverse=True):
             from common.techniques.pipeline.split_backward import compute_input_gradient  # only few schedules split
@@ -118,5 +118,5 @@ def measure_kept_bytes(run: Run, pipe: ScheduleExecutor) -> dict[tuple[str, int]
             x, output = passes.pop(number)
             remaining.append(compute_input_gradient(x, output, torch.ones_like(output), is_wanted=number > 0))
             del output
-            kept["I", number] = kept["F", number] - (size - saved.bytes)
-    return kept
+            kept_bytes["I", number] = kept_bytes["F", number] - (size - saved.bytes)
+    return kept_bytes
