@@ -9,6 +9,7 @@ scaling rule with a warm-up (Goyal et al. 2017, arXiv 1706.02677). No winner is 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ LARS = "LARS"
 OPTIMIZERS = {SGD: ("optim.name=sgd",), LARS: ("optim.name=lars", "optim.trust=0.02")}
 RATES = {SGD: (0.1, 0.033, 0.011, 0.0037, 0.0012, 0.0004), LARS: (0.3, 0.1, 0.033, 0.011, 0.0037, 0.0012)}  # at BASE
 DIVERGED: dict[str, float] = {"loss": math.inf}
+CORES = len(os.sched_getaffinity(0))
 
 
 def count_steps(batch: int) -> int:
@@ -68,7 +70,7 @@ def choose_best(trials: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], settings: Sequence[str] = ()) -> Task:
-    """A side that tries all rates, two runs at a time, and keeps the numbers of the best one."""
+    """A side that tries all rates, as many at a time as there are cores, and keeps the numbers of the best one."""
     label = f"{optimizer}, {batch}"
     warmup = count_steps(batch) // 10
     trial_settings = [*SETTINGS, *OPTIMIZERS[optimizer], f"batch={batch}", f"optim.warmup={warmup}", *settings]
@@ -79,7 +81,7 @@ def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], sett
         def try_rate_of_round(rate: float) -> dict[str, float]:
             return try_rate(scratch, label, rate, *trial_settings, f"seed={number}")
 
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(CORES) as pool:
             trials = list(pool.map(try_rate_of_round, rates))
         # other programs change only the seconds, which no table shows
         return {"seconds": time.perf_counter() - start, "others": 0.0, **choose_best(trials)}
@@ -118,7 +120,7 @@ PARTS = [
         f"a multilayer perceptron on MNIST, {EPOCHS} epochs, by batch: the best of {len(RATES[SGD])} learning rates",
         sides,
         table,
-        facts=("2 runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
+        facts=(f"{CORES} runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
         missing=no_mnist,
     )
 ]
