@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.library import Library
 
-from common.training.saved_tensors import COLLECTIVE_NAMESPACE, flatten_tensors
+from common.training.saved_tensors import COLLECTIVE_NAMESPACE
+from common.training.tensor_sizes import count_bytes, list_tensors
 
 
 class MessageSize(NamedTuple):
@@ -81,17 +82,12 @@ class MessageCounter:
 
     def _count(self, name: str, arguments: tuple[Any, ...]) -> None:
         if name == SEND:
-            size = float(count_tensor_bytes(arguments[0]))
+            size = float(count_bytes(list_tensors(arguments[0])))
         else:
             factor, position = RING_SIZES[name]
             ranks = next(
                 dist.ProcessGroup.unbox(arg).size() for arg in arguments if isinstance(arg, torch.ScriptObject)
             )
-            size = factor * (ranks - 1) / ranks * count_tensor_bytes(arguments[position])
+            size = factor * (ranks - 1) / ranks * count_bytes(list_tensors(arguments[position]))
         with self.lock:
             self.sent_bytes += size
-
-
-def count_tensor_bytes(tensors: Any) -> int:
-    """Return the size of the tensors in nested lists."""
-    return sum(tensor.nbytes for tensor in flatten_tensors(tensors))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from common.training.observing_mode import ObservingMode
+from common.training.tensor_sizes import list_tensors
 
 COLLECTIVE_NAMESPACE = "c10d"
 RECEIVE = "recv_"
@@ -182,7 +183,7 @@ class NewStorages(ObservingMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == COLLECTIVE_NAMESPACE and func.__name__.startswith(RECEIVE):
-            for tensor in flatten_tensors(args[0]):
+            for tensor in list_tensors(args[0]):
                 self.storages.discard(tensor.untyped_storage())
         elif self.is_added(func):
             arguments = {
@@ -192,13 +193,3 @@ class NewStorages(ObservingMode):
                 if isinstance(tensor, Tensor) and tensor.untyped_storage() not in arguments:
                     self.storages.add(tensor.untyped_storage())
         return result
-
-
-def flatten_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    tensors: list[Tensor] = []
-    for item in value:
-        tensors += flatten_tensors(item)
-    return tensors

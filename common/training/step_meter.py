@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,13 +13,12 @@ from common.checkpoint.local_part import LocalPart
 from common.measure.metrics_log import Values
 from common.ranks.rendezvous import World
 from common.runs.result import ReportData
+from common.training.gathered_parameters import GatheredParameters, UndividedGradients, free_gathered_parameters
 from common.training.hooks import StepHook
 from common.training.message_counter import MessageCounter
-from common.training.observing_mode import ObservingMode
 from common.training.saved_tensors import SavedTensors
+from common.training.tensor_sizes import count_bytes, list_tensors
 
-GATHER_OPERATION = "fsdp::split_with_sizes_copy"
-"""Operation of `fully_shard` that copies the result of an all-gather to the gathered parameters."""
 PEAK = "peak_"
 """Start of the names of categories that contain the largest size at any time of the step."""
 
@@ -172,93 +170,3 @@ def format_sizes(sizes: Mapping[str, int], formulas: Mapping[str, int]) -> str:
             formula = f" (formula: {formulas[name] / 1e6:.3f})" if name in formulas else ""
             lines.append(f"{name.replace('_', ' ')}: {size / 1e6:.3f} MB{formula}")
     return "\n".join(lines)
-
-
-def free_gathered_parameters(model: nn.Module) -> None:
-    """Free the parameters that an evaluation has left gathered, so that the next step gathers them like later steps."""
-    for module in model.modules():
-        reshard: Any = getattr(module, "reshard", None)  # added by fully_shard
-        if reshard is not None:
-            reshard()
-
-
-def list_tensors(state: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts."""
-    if isinstance(state, Mapping):
-        tensors: list[Tensor] = []
-        for value in state.values():
-            tensors += list_tensors(value)
-        return tensors
-    return [state] if isinstance(state, Tensor) else []
-
-
-def count_bytes(values: Iterable[Any]) -> int:
-    """Return the size of this rank's parts of all tensors among `values`."""
-    total = 0
-    for value in values:
-        local = value.to_local() if hasattr(value, "to_local") else value
-        if isinstance(local, Tensor):
-            total += local.numel() * local.element_size()
-    return total
-
-
-class GatheredParameters(ObservingMode):
-    """Context in which the memory of the parameters that `fully_shard` gathers is observed.
-
-    `fully_shard` frees a parameter by resizing its storage to 0. The buffers in which the shards of all ranks arrive
-    are not counted, because the thread that receives them frees them at any time after their use. Parameters that are
-    divided in a dimension other than 0 are copied once more; this copy is not observed.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.name() == GATHER_OPERATION and kwargs:
-            self.storages.update(parameter.untyped_storage() for parameter in kwargs["out"])
-            # The memory only grows in this operation, so the peak is after one of them.
-            self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in self.storages))
-        return result
-
-
-class UndividedGradients:
-    """Context in which the memory of gradients is observed while `fully_shard` has not divided all of them.
-
-    The gradients of gathered parameters exist until they are reduced. With `set_requires_gradient_sync(False)`, they
-    are added over several backward passes.
-    """
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self.parts = parts
-        self.sizes: dict[nn.Parameter, int] = {}
-        """Size in bytes of the gradient of each parameter on this rank, both of stored and of gathered parameters."""
-        self.peak_bytes = 0
-        """Largest size of all gradients, or 0 if no parameter was gathered."""
-        self.contexts = contextlib.ExitStack()
-
-    def __enter__(self) -> UndividedGradients:
-        for part in self.parts:
-            for parameter in part.parameters():
-                self.sizes[parameter] = count_bytes([parameter])
-            for module in part.modules():
-                if hasattr(module, "unshard"):  # added by fully_shard, whose own hook gathers the parameters before
-                    self.contexts.callback(module.register_forward_pre_hook(self._observe_gathered).remove)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.contexts.close()
-
-    def _observe_gathered(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for parameter in module.parameters():
-            if parameter not in self.sizes:
-                self.sizes[parameter] = count_bytes([parameter])
-                self.contexts.callback(parameter.register_post_accumulate_grad_hook(self._update_peak).remove)
-
-    def _update_peak(self, parameter: Tensor) -> None:
-        size = sum(size for parameter, size in self.sizes.items() if parameter.grad is not None)
-        self.peak_bytes = max(self.peak_bytes, size)

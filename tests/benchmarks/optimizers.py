@@ -37,8 +37,8 @@ SGD = "SGD, Nesterov"
 LARS = "LARS"
 OPTIMIZERS = {SGD: ("optim.name=sgd",), LARS: ("optim.name=lars", "optim.trust=0.02")}
 RATES = {SGD: (0.1, 0.033, 0.011, 0.0037, 0.0012, 0.0004), LARS: (0.3, 0.1, 0.033, 0.011, 0.0037, 0.0012)}  # at BASE
+PARALLEL_RUNS = min(len(os.sched_getaffinity(0)), len(RATES[SGD]))
 DIVERGED: dict[str, float] = {"loss": math.inf}
-CORES = len(os.sched_getaffinity(0))
 
 
 def count_steps(batch: int) -> int:
@@ -81,7 +81,7 @@ def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], sett
         def try_rate_of_round(rate: float) -> dict[str, float]:
             return try_rate(scratch, label, rate, *trial_settings, f"seed={number}")
 
-        with ThreadPoolExecutor(CORES) as pool:
+        with ThreadPoolExecutor(PARALLEL_RUNS) as pool:
             trials = list(pool.map(try_rate_of_round, rates))
         # other programs change only the seconds, which no table shows
         return {"seconds": time.perf_counter() - start, "others": 0.0, **choose_best(trials)}
@@ -120,7 +120,7 @@ PARTS = [
         f"a multilayer perceptron on MNIST, {EPOCHS} epochs, by batch: the best of {len(RATES[SGD])} learning rates",
         sides,
         table,
-        facts=(f"{CORES} runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
+        facts=(f"{PARALLEL_RUNS} runs at a time with 1 thread each", f"best of {len(RATES[SGD])} learning rates"),
         missing=no_mnist,
     )
 ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -84,10 +85,11 @@ class StrategyComparison:
         return Task(label, run)
 
     def make_table(self, samples: Samples) -> Table:
-        """Return one row per strategy."""
+        """Return one row per strategy. The page shows the first ones and folds the others."""
         rows = []
         reference = next(iter(samples.values))
-        for label, columns in samples.values.items():
+        for label in sort_labels(list(samples.values), get_strategies(self.name)):
+            columns = samples.values[label]
             cells: list[Cell] = [samples.number(label, factor=1e3)]
             for column, factor in FACTORS.items():
                 cells.append(samples.number(label, column, factor) if column in columns else "-")
@@ -112,6 +114,23 @@ def list_numbers(run: strategy_report.StrategyRun, process: strategy_report.Stra
         "sent_deviation": run.compute_sent_deviation(),
     }
     return numbers | {name: value for name, value in further.items() if value is not None}
+
+
+def sort_labels(labels: Sequence[str], strategies: Strategies) -> list[str]:
+    """Return the labels of strategies with the default of each division first, and those with an option last."""
+    options = set()
+    for option in strategies.options:
+        options |= {f"{name}={value}" for name, value in option.items()}
+    division_counts: Counter[tuple[str, ...]] = Counter()
+    order = {}
+    for label in labels:
+        words = label.split()
+        names = [word.partition("=")[0] for word in words]
+        division = tuple(name for name in names if name in strategies.degrees)
+        has_option = not options.isdisjoint(words)
+        order[label] = (has_option, 0 if has_option else division_counts[division])
+        division_counts[division] += 1
+    return sorted(labels, key=lambda label: order[label])
 
 
 def describe_ranks() -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks import optimizers, ranks
+from configs.gpt_parallel import STRATEGIES
+from configs.sweeps import strategies as strategy_grid
+from tests.benchmarks import optimizers, ranks, strategies
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
 from tests.harness.experiments.discovery import import_if_exists
@@ -60,3 +62,12 @@ def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
     assert len(rows) == 3
     one_rank, two_ranks, efficiency = (cells[0].value for cells in rows.values() if isinstance(cells[0], Number))
     assert efficiency == pytest.approx(one_rank / two_ranks / 2)
+
+
+def test_a_table_of_strategies_begins_with_the_default_of_each_division() -> None:
+    labels = [STRATEGIES.format_label(point) for point in strategy_grid.list_points(STRATEGIES, 2)]
+    ordered = strategies.sort_labels(labels, STRATEGIES)
+    defaults = ["one process", "replicas=2", "stages=2 schedule=1f1b", "fsdp=2", "context=2", "tensor=2"]
+    assert ordered[: len(defaults)] == defaults
+    recomputed = [label for label in labels if "recompute=blocks" in label]
+    assert ordered[-len(recomputed) :] == recomputed

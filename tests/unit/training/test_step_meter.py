@@ -16,7 +16,7 @@ from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.training.run import Run
 from common.training.saved_tensors import SavedTensors
-from common.training.step_meter import StepMeter, list_tensors
+from common.training.step_meter import StepMeter
 from configs.mnist_pipeline import Config
 from configs.shared import Data, Log
 
@@ -130,8 +130,3 @@ def test_a_repeated_step_is_measured_once(network: nn.Sequential) -> None:
     meter.collect_values()
     assert meter.memory["activations"] == 2 * ACTIVATION_BYTES
     assert not network._forward_pre_hooks
-
-
-def test_tensors_in_nested_dicts_are_found() -> None:
-    tensor = torch.ones(2)
-    assert list_tensors({"a": {"b": tensor, "c": 1}, "d": "text"}) == [tensor]
