@@ -34,7 +34,7 @@ ENTRY = Entry(
         "int8=false",
     ),
     resume_variants=split_cases(RESUME_VARIANTS),
-    page_settings=("every=5", "export=false"),
+    page_settings=("every=2", "export=false"),
     page_commands_tested_elsewhere={
         "make exp NAME=sparse_prune ARGS=sweep=true": "tests/complete/test_sparse_prune_sweep.py"
     },

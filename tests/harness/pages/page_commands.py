@@ -157,7 +157,7 @@ def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.
     script = arguments[1:2]
     small_settings: list[str] = []
     if arguments[1].startswith("experiments/"):
-        settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=20", "data.test_limit=100"]
+        settings = ["data.name=digits", f"data.cache={cache}", f"runs={runs}", "steps=6", "data.test_limit=100"]
         settings.append("launch.threads=1")  # another worker uses the other core
         name = Path(arguments[1]).stem
         small_settings = [*select_applicable_settings(name, settings), *ENTRY_BY_NAME[name].page_settings]
