@@ -18,7 +18,7 @@ ENTRY = Entry(
         "plot=false",
     ),
     resume_variants=(("servers=3", "processes_per_node=3", "model=mlp", "optim.name=adam", "plot=false"),),
-    page_settings=("batch=16", "steps=6", "plot=false"),
+    page_settings=("batch=16", "plot=false"),
     elastic_campaign_settings=("servers=1", "mode=sync", "plot=false", "optim.name=adam", "optim.lr=0.01"),
     cluster_settings=(
         *("data.name=imagefolder", "data.image_size=8", "data.block=1", "model=mlp", "servers=2", "plot=false"),

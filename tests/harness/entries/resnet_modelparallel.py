@@ -16,7 +16,7 @@ ENTRY = Entry(
         ("width=8", "devices=[cpu,cpu]", "split_size=8", "plot=false"),
         ("width=8", "schedule=zero_bubble", "split_size=12", "plot=false"),
     ),
-    page_settings=("width=8", "batch=16", "steps=6", "plot=false"),
+    page_settings=("width=8", "batch=16", "plot=false"),
     page_commands_tested_elsewhere={
         "make exp NAME=resnet_modelparallel ARGS=sweep=true": "tests/experiments/test_modelparallel.py"
     },
