@@ -34,6 +34,8 @@ COLUMNS = (
     "idle, %",
     "loss difference",
 )
+DEVIATION = "_deviation"
+"""End of the names of numbers that are relative deviations from formulas."""
 FACTORS = {
     "memory": 1e-6,
     "memory_deviation": 100,
@@ -92,7 +94,7 @@ class StrategyComparison:
             columns = samples.values[label]
             cells: list[Cell] = [samples.number(label, factor=1e3)]
             for column, factor in FACTORS.items():
-                cells.append(samples.number(label, column, factor) if column in columns else "-")
+                cells.append(make_cell(samples, label, column, factor) if column in columns else "-")
             pairs = zip(self.losses[label], self.losses[reference], strict=True)
             difference = max(abs(loss - expected) for loss, expected in pairs)
             cells.append(f"{difference:.1g}")
@@ -114,6 +116,14 @@ def list_numbers(run: strategy_report.StrategyRun, process: strategy_report.Stra
         "sent_deviation": run.compute_sent_deviation(),
     }
     return numbers | {name: value for name, value in further.items() if value is not None}
+
+
+def make_cell(samples: Samples, label: str, column: str, factor: float) -> Cell:
+    """Return the median of a column, or the largest deviation from a formula, without its sign."""
+    if not column.endswith(DEVIATION):
+        return samples.number(label, column, factor)
+    largest = max(abs(number) for number in samples.list_counted(label, column))
+    return f"{factor * largest:.2f}"
 
 
 def sort_labels(labels: Sequence[str], strategies: Strategies) -> list[str]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from configs.gpt_parallel import STRATEGIES
 from configs.sweeps import strategies as strategy_grid
 from tests.benchmarks import optimizers, ranks, strategies
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
@@ -65,9 +64,10 @@ def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
 
 
 def test_a_table_of_strategies_begins_with_the_default_of_each_division() -> None:
-    labels = [STRATEGIES.format_label(point) for point in strategy_grid.list_points(STRATEGIES, 2)]
-    ordered = strategies.sort_labels(labels, STRATEGIES)
-    defaults = ["one process", "replicas=2", "stages=2 schedule=1f1b", "fsdp=2", "context=2", "tensor=2"]
+    declared = strategies.get_strategies("resnet_modelparallel")
+    labels = [declared.format_label(point) for point in strategy_grid.list_points(declared, 2)]
+    ordered = strategies.sort_labels(labels, declared)
+    defaults = ["one process mode=single", "replicas=2 mode=single", "stages=2 schedule=gpipe"]
     assert ordered[: len(defaults)] == defaults
     recomputed = [label for label in labels if "recompute=blocks" in label]
     assert ordered[-len(recomputed) :] == recomputed
