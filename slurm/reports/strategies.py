@@ -24,8 +24,12 @@ from slurm.reports.strategy_formulas import RankFormulas, compute_deviation, for
 
 FIGURE = "strategies.svg"
 MISSING = "-"
-MIN_WIDTH = 132
+MIN_WIDTH = 140
 """Width of the table in characters on narrower terminals, where its lines are wrapped."""
+LABEL_WIDTH = 25
+"""Minimum width of the first column, in characters. No setting of a strategy is longer."""
+CROWDED = "*"
+"""Mark of ranks that share cores."""
 SIMILAR = 1.01
 """Factor within which memory and messages of two strategies are equal. The faster one is then recommended."""
 
@@ -181,7 +185,7 @@ class StrategySummary:
         shares = [run.idle_share for run in self.runs if run.idle_share is not None]
         return [
             self.label,
-            f"{run.ranks} (oversubscribed)" if run.is_oversubscribed else str(run.ranks),
+            f"{run.ranks}{CROWDED}" if run.is_oversubscribed else str(run.ranks),
             format_times(self.times),
             f"{per_second:,.0f}",
             memory,
@@ -254,8 +258,10 @@ def print_report(
     table.add_column("#", justify="right", no_wrap=True)
     heads = list_heads(rows[0].runs[0])
     for head in heads:
-        is_label = head == heads[0]
-        table.add_column(head, justify="left" if is_label else "right", overflow="fold", no_wrap=not is_label)
+        if head == heads[0]:
+            table.add_column(head, overflow="fold", min_width=LABEL_WIDTH)
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
     for number, row in enumerate(rows, 1):
         table.add_row(str(number), *row.format_cells())
     console = Console(width=max(MIN_WIDTH, get_terminal_width()), highlight=False)
@@ -298,7 +304,7 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
     crowded = [run for run in runs if run.is_oversubscribed]
     if crowded:
         run = crowded[0]
-        lines.append(f"(oversubscribed): {run.ranks} ranks share {format_count(run.host_cores, 'core')}")
+        lines.append(f"{CROWDED} oversubscribed: {run.ranks} ranks share {format_count(run.host_cores, 'core')}")
     return "\n".join(lines)
 
 

@@ -202,8 +202,8 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
     out = capsys.readouterr().out
     for label in runs:
         assert label in out
-    assert "4 (oversubscribed)" in out
-    assert "(oversubscribed): 4 ranks share 2 cores" in out
+    assert "4*" in out
+    assert "* oversubscribed: 4 ranks share 2 cores" in out
     assert "threads per rank: 2 with 1 rank, 1 with 2 ranks, 1 with 4 ranks" in out
     assert "steps after the warm-up, in 1 round" in out
     assert "settings of all runs: model=gpt batch=32" in out
