@@ -43,7 +43,7 @@ def train_cases(method: ParityMethod, folder: Path, cache: Path, ranks: int, cas
     out = folder / f"results-{ranks}.pt"
     arguments = [method.name, str(out), str(cache), str(ranks), *cases]
     command = [sys.executable, "-m", f"{PACKAGE}.driver", *arguments]
-    timeout = max(250, 8 * len(cases))  # `make verify` trains all cases of a list
+    timeout = max(250, 30 * len(cases))  # `make verify` trains all cases of a list
     process = execution.execute_command(command, env=make_environment(), timeout=timeout)
     assert process.returncode == 0, process.stderr
     return load_outcomes(folder, ranks)
