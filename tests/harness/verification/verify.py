@@ -25,6 +25,8 @@ from tests.harness.environment.randomness import ALL_CASES_VARIABLE
 from tests.harness.repository import ROOT
 from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 
+WHOLE_LISTS: Mapping[str, str] = MappingProxyType({ALL_CASES_VARIABLE: "1", "PYTEST_TIMEOUT": "3600"})
+"""Environment of the test suites. A test that executes a whole list may take an hour on a slow machine."""
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "verify.json"
 
 
@@ -40,12 +42,12 @@ def list_steps() -> list[VerificationStep]:
     """Return the steps, the quickest first."""
     steps = [
         VerificationStep("lint", ("make", "lint")),
-        VerificationStep("suites", ("make", "test-all"), {ALL_CASES_VARIABLE: "1"}),
-        VerificationStep("cluster", ("make", "test-slurm"), {ALL_CASES_VARIABLE: "1", "FAULT_NOTICES": "20"}),
+        VerificationStep("suites", ("make", "test-all"), WHOLE_LISTS),
+        VerificationStep("cluster", ("make", "test-slurm"), {**WHOLE_LISTS, "FAULT_NOTICES": "20"}),
     ]
     for technique in sorted(DELETABLE_TECHNIQUES):
         step = make_step(f"without {technique}", "tests.harness.verification.changed_clone", "--technique", technique)
-        steps.append(step._replace(environment={ALL_CASES_VARIABLE: "1"}))
+        steps.append(step._replace(environment=WHOLE_LISTS))
     steps += [
         make_step("stop requests", "tests.harness.runs.random_stops", "--moments", "20"),
         make_step("claims", "tests.harness.runs.claims_campaign", "--cases", "50"),
