@@ -55,7 +55,7 @@ def draw_labeled_points(path: Path, points: Mapping[str, Point], x: str, y: str,
     """
     list_inches = LABEL_LINE_INCHES * (len(points) + 1)
     axes = make_axes(WIDTH_INCHES, AXES_INCHES + list_inches)
-    from matplotlib import ticker  # after make_axes, which selects the backend
+    from matplotlib import rc_context, ticker  # after make_axes, which selects the backend
 
     figure = axes.figure
     list_share = list_inches / (AXES_INCHES + list_inches)
@@ -83,7 +83,9 @@ def draw_labeled_points(path: Path, points: Mapping[str, Point], x: str, y: str,
         figure.text(0.45, height, str(number), ha="right", color=color, **place)
         figure.text(0.55, height, label, color=color, **place)
     annotate_numbers(axes, list(points.values()))
-    save_figure(axes, path)
+    # Letters as text, instead of outlines, make the long list of labels a small file.
+    with rc_context({"svg.fonttype": "none"}):
+        save_figure(axes, path)
 
 
 def select_smallest(points: Mapping[str, Point]) -> list[str]:
@@ -98,20 +100,18 @@ def select_smallest(points: Mapping[str, Point]) -> list[str]:
 
 def annotate_numbers(axes: Any, points: Sequence[Point]) -> None:
     """Write the number of each point next to the point, with a thin line if the number is not adjacent."""
-    from matplotlib import patheffects
-
     axes.figure.canvas.draw()  # computes the layout
     scale = 72 / axes.figure.dpi
     centers = [(scale * x, scale * y) for x, y in axes.transData.transform(points)]
     frame = axes.get_window_extent()
     limits = Box(scale * frame.x0, scale * frame.y0, scale * frame.x1, scale * frame.y1)
-    outline = [patheffects.withStroke(linewidth=2, foreground="white")]
+    background = {"facecolor": "white", "edgecolor": "none", "pad": 0}
     for number, offset in enumerate(place_numbers(centers, limits), 1):
         is_adjacent = math.hypot(*offset) < DISTANCES[1] - 1
         line = None if is_adjacent else {"arrowstyle": "-", "color": "0.6", "linewidth": 0.6, "shrinkA": 0}
         axes.annotate(
             str(number), points[number - 1], offset, textcoords="offset points", ha="center", va="center",
-            fontsize=FONT_POINTS, arrowprops=line, path_effects=outline,
+            fontsize=FONT_POINTS, arrowprops=line, bbox=background,
         )  # fmt: skip
 
 
