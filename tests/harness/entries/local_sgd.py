@@ -28,7 +28,7 @@ ENTRY = Entry(
     make_rank_settings=lambda count: (f"processes_per_node={count}", "every=1", "momentum_of=averaged", "model=mlp"),
     resume_variants=split_cases(RESUME_VARIANTS),
     fixes_rank_count=True,
-    page_settings=("batch=16", "every=2", "start=1"),
+    page_settings=("batch=16", "every=5", "start=1"),
     allowed_techniques=frozenset({"local_sgd", "data_parallel"}),
     cluster_settings=split_settings(CLUSTER_SETTINGS),
 )
