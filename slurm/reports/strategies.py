@@ -289,8 +289,8 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
         f"step time: median [quartiles] of {number} steps after the warm-up, in {format_count(rounds, 'round')}",
         "memory: training state and activations of the rank that needs most memory",
         "sent: bytes per step of the rank that sends most",
-        "vs. formula: difference in percent of the measured bytes from a formula; without a formula for activations, the "
-        "rank's share of the activations of one process is used",
+        "vs. formula: difference in percent of the measured bytes from a formula; without a formula for activations, "
+        "the rank's share of the activations of one process is used",
         "idle: share of time in which ranks wait for other stages, or for messages that do not overlap with "
         f"computation; {MISSING} if the experiment does not measure it for a strategy",
         "loss difference: largest difference of a step's loss from that of one process",
