@@ -83,7 +83,7 @@ def draw_labeled_points(path: Path, points: Mapping[str, Point], x: str, y: str,
         figure.text(0.45, height, str(number), ha="right", color=color, **place)
         figure.text(0.55, height, label, color=color, **place)
     annotate_numbers(axes, list(points.values()))
-    # Letters as text, instead of outlines, make the long list of labels a small file.
+    # Text instead of outlines of its letters keeps the file small.
     with rc_context({"svg.fonttype": "none"}):
         save_figure(axes, path)
 
