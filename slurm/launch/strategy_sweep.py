@@ -70,7 +70,16 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str], *, runs_
     schema = config.import_schema(experiment)
     settings = {**strategy_grid.SETTINGS, **strategies.run, **given}
     reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given))
-    cfg = load_strategy(schema, settings, reference)  # raises the error of a setting that all strategies share
+    try:
+        cfg = load_strategy(schema, settings, reference)
+    except UserError as error:
+        message = str(error)
+        chosen = {
+            name: value for name, value in strategies.run.items() if f"{name}={value}" in message and name not in given
+        }
+        if chosen:
+            message += f". The sweep sets {format_settings(chosen)}; set another value in ARGS"
+        raise UserError(message) from None
     if runs_here:
         settings |= choose_device(cfg.launch, ranks)
     legal = [reference]
@@ -152,6 +161,11 @@ def print_refused(refused: Mapping[str, str]) -> None:
         print(f"  not available: {members[0]}{others}: {reason}", flush=True)
 
 
+def format_settings_of_all_runs(plan: SweepPlan) -> str:
+    """Return the settings of all runs that affect the measurements."""
+    return strategy_grid.format_fixed_settings(plan.points[0].settings, plan.settings)
+
+
 def report_strategies(sweep: SweepFolder) -> None:
     """Print the table of the strategies, and draw time against memory, as far as their runs have finished."""
     runs: dict[str, list[strategy_report.StrategyRun]] = {}
@@ -178,7 +192,7 @@ def report_strategies(sweep: SweepFolder) -> None:
         remedy = "repeat the command (FAILED=1 also repeats failed runs)"
         print(f"no table: fewer than two strategies have finished; {remedy}", flush=True)
         return
-    process = sweep.plan.points[0]
-    settings = strategy_grid.format_fixed_settings(process.settings, sweep.plan.settings)
-    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path, settings, process.label)
+    settings = format_settings_of_all_runs(sweep.plan)
+    process = sweep.plan.points[0].label
+    strategy_report.print_report(sweep.plan.experiment, runs, sweep.path, settings, process)
     print(f"to measure again, delete {sweep.path / 'sweep.json'} and repeat the command", flush=True)

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors
@@ -184,21 +184,30 @@ def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
-class TimeEstimate:
-    """Estimate of the time that a sweep takes on this machine, from the first run that finishes."""
+class LocalRun(NamedTuple):
+    """A run of a point on this machine, whose process has been started."""
 
-    def __init__(self, parallel: int) -> None:
-        self.parallel = parallel
-        self.started = time.monotonic()
-        self.is_printed = False
+    point: SweepPoint
+    is_resumed: bool
+    started: float
+    """Reading of time.monotonic() at the start of the process."""
 
-    def print_once(self, waiting: int) -> None:
-        """Print the estimate for the runs that have not started yet, unless it was printed before."""
-        if waiting and not self.is_printed:
-            seconds = math.ceil(waiting / self.parallel) * (time.monotonic() - self.started)
-            minutes = format_count(math.ceil(seconds / 60), "minute")
-            print(f"  {format_count(waiting, 'run')} not started yet; estimated time: {minutes}", flush=True)
-        self.is_printed = True
+
+def print_estimate(run: LocalRun, waiting: int, parallel: int) -> None:
+    """Print how long the waiting runs take if they take as long as a run that has just finished."""
+    seconds = math.ceil(waiting / parallel) * (time.monotonic() - run.started)
+    minutes = format_count(math.ceil(seconds / 60), "minute")
+    print(f"  {format_count(waiting, 'run')} not started yet; estimated time: {minutes}", flush=True)
+
+
+def record_end(sweep: SweepFolder, point: SweepPoint) -> tuple[str, RunFolder]:
+    """Record and print the state of a point whose run has ended. Return the state and the run folder."""
+    state = sweep.read_state(point)
+    cell = sweep.cells[point.key]
+    cell["state"] = state.lower()
+    sweep.save()
+    print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
+    return state, RunFolder(sweep.runs / cell["run"])
 
 
 def run_points_locally(
@@ -215,8 +224,9 @@ def run_points_locally(
     example by `make cancel`, also stops the sweep. The exit status of the stopped run is then returned.
     """
     waiting = list(point_runs)
-    running: dict[subprocess.Popen[bytes], SweepPoint] = {}
-    estimate = TimeEstimate(sweep.plan.parallel)
+    running: dict[subprocess.Popen[bytes], LocalRun] = {}
+    is_estimated = False
+    is_stop_announced = False
     stop_signal = 0
     stopped_status = 0
     has_failed = False
@@ -235,23 +245,23 @@ def run_points_locally(
             while waiting and len(running) < sweep.plan.parallel and not stop_signal and not stopped_status:
                 point, resumed = waiting.pop(0)
                 folder = resumed or make_point_folder(sweep, point, None)
-                running[start_local_run_of_point(folder)] = point
+                running[start_local_run_of_point(folder)] = LocalRun(point, resumed is not None, time.monotonic())
                 sweep.record_run(point, folder, "running")
                 sweep.save()
             for process in [process for process in running if process.poll() is not None]:
-                point = running.pop(process)
-                state = sweep.read_state(point)
-                cell = sweep.cells[point.key]
-                cell["state"] = state.lower()
-                sweep.save()
+                run = running.pop(process)
+                state, folder = record_end(sweep, run.point)
                 has_failed |= process.returncode != 0 and state != REFUSED
                 if stops_with_run and process.returncode in STOPPED_STATUSES:
                     stopped_status = process.returncode
-                print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
-                if state == "FINISHED":
-                    estimate.print_once(len(waiting))
+                if waiting and state == "FINISHED" and not run.is_resumed and not is_estimated:
+                    print_estimate(run, len(waiting), sweep.plan.parallel)
+                    is_estimated = True
                 if on_end is not None:
-                    on_end(point, RunFolder(sweep.runs / cell["run"]), process.returncode)
+                    on_end(run.point, folder, process.returncode)
+            if stop_signal and running and not is_stop_announced:
+                print(f"  stopping   {format_count(len(running), 'run')}; a checkpoint is saved first", flush=True)
+                is_stop_announced = True
             time.sleep(0.1)
     finally:
         for number, handler in old_handlers.items():
@@ -309,6 +319,8 @@ def main(args: argparse.Namespace) -> int:
     if dry_run:
         print_points(SweepFolder(path, plan))
         strategy_sweep.print_refused(plan.refused)
+        if plan.compares_strategies:
+            print(f"settings of all runs: {strategy_sweep.format_settings_of_all_runs(plan)}")
         return 0
 
     with lock_sweep(path):

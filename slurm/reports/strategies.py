@@ -62,6 +62,8 @@ class StrategyRun:
     """Share of time (0 to 1) that ranks wait, if the run has measured it."""
     formulas: RankFormulas = field(default_factory=RankFormulas)
     """Values of the formulas for memory and messages."""
+    is_resumed: bool = False
+    """Whether the run was interrupted and resumed. Its steps then contain two warm-ups."""
 
     @property
     def is_oversubscribed(self) -> bool:
@@ -110,6 +112,7 @@ def read_run(folder: RunFolder, repeat: int = 0) -> StrategyRun | None:
         sent_bytes=sent,
         idle_share=result.compute_waiting_share(),
         formulas=RankFormulas.read(result),
+        is_resumed=len(attempts) > 1,
     )
 
 
@@ -297,6 +300,9 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
     ]
     if rounds == 1:
         lines.append("with one round, times are affected by other programs; use ROUNDS=5 before you compare them")
+    resumed = [row.label for row in rows if any(run.is_resumed for run in row.runs)]
+    if resumed:
+        lines.append(f"resumed after an interruption, so that the times are less accurate: {', '.join(resumed)}")
     threads = {(run.ranks, run.threads) for run in runs}
     if len({count for _, count in threads}) > 1:
         texts = [f"{count} with {format_count(ranks, 'rank')}" for ranks, count in sorted(threads)]
@@ -315,7 +321,8 @@ def answer_questions(rows: Sequence[StrategySummary]) -> dict[str, str]:
     if None not in memory:
         answers["least memory per rank"] = format_best(rows, [size or 0.0 for size in memory])
         # One process sends nothing, and is no answer for several hosts.
-        answers["fewest bytes sent"] = format_best(rows, [row.sent_megabytes or math.inf for row in rows])
+        if any(row.sent_megabytes for row in rows):
+            answers["fewest bytes sent"] = format_best(rows, [row.sent_megabytes or math.inf for row in rows])
     return answers
 
 

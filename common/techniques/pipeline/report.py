@@ -42,7 +42,7 @@ class PipelineReport:
     ideal_bubble: float
     """Idle share (0 to 1) of the schedule if all stages take equally long and messages take no time."""
     idle_shares: list[float]
-    """Measured idle share (0 to 1) of each rank."""
+    """Measured idle share (0 to 1) of each rank. Empty if there is one stage, which never waits for another stage."""
     step: Timeline
     """Spans of each rank in the step with the median duration."""
     layers: Sequence[Sequence[str]] = ()
@@ -73,7 +73,7 @@ class PipelineReport:
         steps: list[Timeline] = list(zip(*gathered, strict=True))
         ideal = schedules.compute_bubble(schedules.simulate_schedule(plan, stages))
         # a run that is resumed after its last step has no steps
-        idle = compute_idle_shares(steps) if steps else []
+        idle = compute_idle_shares(steps) if steps and stages > 1 else []
         step = select_median_step(steps) if steps else []
         return cls(ideal, idle, step, layers, schedule, lane, picture)
 
@@ -127,10 +127,10 @@ class PipelineReport:
             rows["stages"] = "\n".join(map(describe_layers, self.layers))
         if not self.step:
             return rows
-        rows["ideal bubble"] = f"{self.ideal_bubble:.1%}  (for equal stages and messages that take no time)"
-        rows["idle share"] = "  ".join(
-            f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle_shares)
-        )
+        if self.idle_shares:
+            rows["ideal bubble"] = f"{self.ideal_bubble:.1%}  (for equal stages and messages that take no time)"
+            shares = [f"{self.lane} {number}: {share:.1%}" for number, share in enumerate(self.idle_shares)]
+            rows["idle share"] = "  ".join(shares)
         rows["pipeline"] = self.format_median_step()
         return rows | self.draw_median_step()
 

@@ -101,6 +101,7 @@ INVALID_REQUESTS = {
     "ddp_multinode 4 1 zero1=true": "omit zero1, or start one run: make exp NAME=ddp_multinode ARGS=zero1=true",
     "ddp_multinode 4 1 steps=1": "steps=1: the first step of a run is not timed; use steps=2 or more",
     "ddp_multinode 4 1 batch=0": "batch=0: out of range",
+    "ddp_multinode 4 1 model=mlp": "The sweep sets sync_batchnorm=true; set another value in ARGS",
 }
 """Experiment, ranks, rounds and settings. A dot stands for an argument that is not given."""
 

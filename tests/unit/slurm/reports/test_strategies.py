@@ -185,6 +185,11 @@ def test_strategies_that_send_equally_many_bytes_are_listed() -> None:
     assert answer_questions(summarize(runs))["fewest bytes sent"] == "4: replicas=2 (within 1%: 5)"
 
 
+def test_runs_of_one_process_send_nothing() -> None:
+    runs = {"one process": [make_run(sent_bytes=0)], "one process recompute=blocks": [make_run(sent_bytes=0)]}
+    assert "fewest bytes sent" not in answer_questions(summarize(runs))
+
+
 def test_without_memory_only_the_fastest_strategy_is_known() -> None:
     runs = make_runs()
     runs["context=2"] = [make_run(step_seconds=[0.05], state_bytes=None)]
@@ -197,7 +202,7 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     runs = make_runs()
-    runs["tensor=4"] = [make_run(ranks=4)]
+    runs["tensor=4"] = [make_run(ranks=4, is_resumed=True)]
     strategies.print_report("gpt", runs, tmp_path, "model=gpt batch=32")
     out = capsys.readouterr().out
     for label in runs:
@@ -208,5 +213,6 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
     assert "steps after the warm-up, in 1 round" in out
     assert "settings of all runs: model=gpt batch=32" in out
     assert "idle: share of time in which ranks wait" in out
+    assert "resumed after an interruption, so that the times are less accurate: tensor=4" in out
     figure = (tmp_path / "strategies.svg").read_text()
     assert "on 2 cores (oversubscribed)" in figure

@@ -39,6 +39,15 @@ def test_an_ideal_run_has_the_ideal_bubble_and_a_line_per_stage() -> None:
     assert timeline[0] == {"rank": 0, "kind": "F", "stage": 0, "microbatch": 0, "start": 0.0, "end": 1.0}
 
 
+def test_a_single_stage_has_no_idle_share() -> None:
+    plan = schedules.make_gpipe_schedule(1, 1, 2)
+    (spans,) = simulate_schedule(plan, 1)
+    pipeline_report = report.PipelineReport.from_spans([[spans]], plan, 1)
+    assert pipeline_report.result().measured["idle_share"] == []
+    assert "pipeline" in pipeline_report.rows()
+    assert "idle share" not in pipeline_report.rows()
+
+
 @pytest.mark.parametrize("kinds, has_uppercase_letters", [("FB", False), ("FIW", True)])
 def test_the_legend_explains_uppercase_letters_if_there_are_any(kinds: str, has_uppercase_letters: bool) -> None:
     plan = [[Action(kind, 0, 0) for kind in kinds]]
