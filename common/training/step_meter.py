@@ -144,7 +144,8 @@ class StepMeter(StepHook):
             state += values.values()
         local_state: list[Tensor] = []
         for part_state in self.local_parts.values():
-            local_state += list_tensors(part_state.state_dict())
+            tensors = list_tensors(part_state.state_dict())
+            local_state += [tensor for tensor in tensors if tensor.is_floating_point()]  # no random states
         stored = count_bytes(parameters)
         gradients = count_bytes(parameter.grad for parameter in parameters)
         memory = {

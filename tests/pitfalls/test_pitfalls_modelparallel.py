@@ -140,17 +140,11 @@ def test_naive_stages_wait_for_each_other(tmp_path: Path, cache: Path) -> None:
     data = ("data.name=digits", f"data.cache={cache}", "data.test_limit=50")
     settings = (*data, "width=8", "batch=16", "steps=8", "launch.threads=1")  # tests run three at a time
 
-    def compute_busy_share(mode: str) -> float:
-        """Return the share of time in which a rank computes, summed over ranks."""
-        completed = run_experiment(
-            "resnet_modelparallel", *settings, f"mode={mode}", "plot=false", runs=tmp_path / mode
-        )
-        assert completed.returncode == 0, completed.stderr
-        idle_shares = completed.result["idle_share"]
-        return len(idle_shares) - sum(idle_shares)
-
-    assert compute_busy_share("naive") <= 1, "two processes do the work of one and wait for messages"
-    assert compute_busy_share("single") == pytest.approx(1, abs=0.05)
+    completed = run_experiment("resnet_modelparallel", *settings, "mode=naive", "plot=false", runs=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    idle_shares = completed.result["idle_share"]
+    assert len(idle_shares) == 2
+    assert sum(idle_shares) >= 1, "two processes do the work of one and wait for messages"
 
 
 def test_outputs_of_parts_of_a_layer_are_summed_before_the_activation() -> None:
