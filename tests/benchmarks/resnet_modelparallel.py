@@ -39,15 +39,20 @@ def mode_sides(scratch: Path) -> list[Task]:
     return tasks
 
 
+def list_stage_cells(samples: Samples, mode: str, name: str, factor: float) -> list[Cell]:
+    """Return a value for each of two stages, or a dash if a mode has not measured it for a stage."""
+    cells: list[Cell] = []
+    for stage in range(2):
+        column = f"{name}_{stage}"
+        cells.append(samples.number(mode, column, factor) if column in samples.values[mode] else "-")
+    return cells
+
+
 def mode_table(samples: Samples) -> Table:
     rows = []
     for mode, columns in samples.values.items():
-        stages = [name[-1] for name in columns if name.startswith("idle_share_")]
-        idle_shares: list[Cell] = [samples.number(mode, f"idle_share_{stage}", 100) for stage in stages]
-        memories: list[Cell] = [samples.number(mode, f"memory_{stage}", 2**-20) for stage in stages]
-        if len(stages) < 2:
-            idle_shares.append("-")
-            memories.append("-")
+        idle_shares = list_stage_cells(samples, mode, "idle_share", 100)
+        memories = list_stage_cells(samples, mode, "memory", 2**-20)
         ideal = f"{100 * columns['ideal_bubble'][0]:.3g}"
         rows.append(Row(mode, [samples.number(mode, factor=1e3), ideal, *idle_shares, *memories]))
     heads = (
