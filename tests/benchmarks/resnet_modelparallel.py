@@ -22,7 +22,7 @@ from tests.harness.settings_text import split_settings
 
 NAME = "resnet_modelparallel"
 KEEP = ("idle_share", "ideal_bubble", "memory")
-STEPS = 7
+STEPS = 5
 MODES = {
     "single": ("mode=single",),
     "naive": ("mode=naive",),

@@ -71,3 +71,10 @@ def test_a_table_of_strategies_begins_with_the_default_of_each_division() -> Non
     assert ordered[: len(defaults)] == defaults
     recomputed = [label for label in labels if "recompute=blocks" in label]
     assert ordered[-len(recomputed) :] == recomputed
+
+
+def test_the_largest_deviation_from_a_formula_is_shown() -> None:
+    columns = {"seconds": [1.0, 3.0, 2.0], "others": [0.0] * 3, "sent_deviation": [0.001, -0.02, 0.01]}
+    samples = Samples({"fsdp=2": columns})
+    assert strategies.make_cell(samples, "fsdp=2", "sent_deviation", 100) == "2.00"
+    assert strategies.make_cell(samples, "fsdp=2", "seconds", 1e3) == Number(2000, 1000, 3000)
