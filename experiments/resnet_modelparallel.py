@@ -12,7 +12,7 @@
 
 A run takes about half a minute on 2 CPU cores; the sweep takes six minutes. With two stages, expect the pipelined
 mode to take less time than the naive mode, but more than half of the naive mode's time. A single process that uses
-both cores may be equally fast.
+both cores is usually faster.
 
 A batch is split into microbatches of `split_size` samples. In naive mode, a microbatch passes forward and backward
 through all stages before the next one starts, so only one of p stages computes at a time. In a pipeline (GPipe: Huang

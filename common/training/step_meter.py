@@ -145,7 +145,9 @@ class StepMeter(StepHook):
         local_state: list[Tensor] = []
         for part_state in self.local_parts.values():
             tensors = list_tensors(part_state.state_dict())
-            local_state += [tensor for tensor in tensors if tensor.is_floating_point()]  # no random states
+            local_state += [
+                tensor for tensor in tensors if tensor.is_floating_point()
+            ]  # without random states, which are integers
         stored = count_bytes(parameters)
         gradients = count_bytes(parameter.grad for parameter in parameters)
         memory = {

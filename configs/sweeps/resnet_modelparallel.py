@@ -49,6 +49,7 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         idle = ""  # one column per rank, averaged over the repeats
         for shares in zip(*(row["idle_share"] for row in repeats), strict=True):
             idle += f" {fmean(shares):4.0%}"
+        idle = idle or "    -"  # a single stage has no idle share
         memory = ""  # one column per rank, the maximum over the repeats
         for peaks in zip(*(row["memory"].values() for row in repeats), strict=True):
             memory += f" {max(peaks) / 2**20:6.0f}"

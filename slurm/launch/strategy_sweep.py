@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,9 +75,8 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str], *, runs_
         cfg = load_strategy(schema, settings, reference)
     except UserError as error:
         message = str(error)
-        chosen = {
-            name: value for name, value in strategies.run.items() if f"{name}={value}" in message and name not in given
-        }
+        words = re.split(r"[\s,:;]+", message)
+        chosen = {key: text for key, text in strategies.run.items() if key not in given and f"{key}={text}" in words}
         if chosen:
             message += f". The sweep sets {format_settings(chosen)}; set another value in ARGS"
         raise UserError(message) from None

@@ -248,6 +248,10 @@ def run_points_locally(
                 running[start_local_run_of_point(folder)] = LocalRun(point, resumed is not None, time.monotonic())
                 sweep.record_run(point, folder, "running")
                 sweep.save()
+            if stop_signal and not is_stop_announced:
+                count = format_count(len(running), "run")
+                print(f"  stopping   {count}; a run that trains saves a checkpoint first", flush=True)
+                is_stop_announced = True
             for process in [process for process in running if process.poll() is not None]:
                 run = running.pop(process)
                 state, folder = record_end(sweep, run.point)
@@ -259,9 +263,6 @@ def run_points_locally(
                     is_estimated = True
                 if on_end is not None:
                     on_end(run.point, folder, process.returncode)
-            if stop_signal and running and not is_stop_announced:
-                print(f"  stopping   {format_count(len(running), 'run')}; a checkpoint is saved first", flush=True)
-                is_stop_announced = True
             time.sleep(0.1)
     finally:
         for number, handler in old_handlers.items():

@@ -112,7 +112,7 @@ def read_run(folder: RunFolder, repeat: int = 0) -> StrategyRun | None:
         sent_bytes=sent,
         idle_share=result.compute_waiting_share(),
         formulas=RankFormulas.read(result),
-        is_resumed=len(attempts) > 1,
+        is_resumed=len(folder.list_attempt_parts()) > 1,
     )
 
 
@@ -302,7 +302,7 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
         lines.append("with one round, times are affected by other programs; use ROUNDS=5 before you compare them")
     resumed = [row.label for row in rows if any(run.is_resumed for run in row.runs)]
     if resumed:
-        lines.append(f"resumed after an interruption, so that the times are less accurate: {', '.join(resumed)}")
+        lines.append(f"resumed after an interruption, so their times are less accurate: {', '.join(resumed)}")
     threads = {(run.ranks, run.threads) for run in runs}
     if len({count for _, count in threads}) > 1:
         texts = [f"{count} with {format_count(ranks, 'rank')}" for ranks, count in sorted(threads)]

@@ -36,7 +36,7 @@ def test_an_interrupted_sweep_is_resumed(tmp_path: Path, cache: Path) -> None:
         time.sleep(0.1)
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(WAIT_TIMEOUT) == 130, sweep.stderr
-    assert "stopping   1 run; a checkpoint is saved first" in sweep.stdout
+    assert "stopping   1 run; a run that trains saves a checkpoint first" in sweep.stdout
     assert "the sweep was stopped; to continue it, repeat the command" in sweep.stdout
     (interrupted,) = read_json(record)["cells"]
     assert interrupted["state"] in ("cancelled", "finished")

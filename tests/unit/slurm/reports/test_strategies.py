@@ -45,9 +45,9 @@ def make_run(**changes: Any) -> StrategyRun:
     return dataclasses.replace(BASE_RUN, **changes)
 
 
-def write_run(folder: Path, **result: Any) -> RunFolder:
+def write_run(folder: Path, attempts: int = 1, **result: Any) -> RunFolder:
     """Write a finished run of twelve steps, whose first steps are slow, with two ranks on one core."""
-    run = SyntheticRun(steps=12, result={"measured": MEASURED} | result).write(folder)
+    run = SyntheticRun(steps=12, attempts=attempts, result={"measured": MEASURED} | result).write(folder)
     attempt = run.list_attempts()[-1]
     rows = []
     for step in range(1, 13):
@@ -81,6 +81,13 @@ def test_the_measurements_of_a_run_are_read_from_its_files(tmp_path: Path) -> No
     assert run.compute_memory_deviation(None) == 1 / 8, "rank 0 needs 9 MB, and 8 MB by the formulas"
     assert run.compute_sent_deviation() == 0
     assert run.idle_share == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_run_of_several_attempts_is_resumed(attempts: int, tmp_path: Path) -> None:
+    run = strategies.read_run(write_run(tmp_path, attempts=attempts))
+    assert run is not None
+    assert run.is_resumed == (attempts == 2)
 
 
 def test_an_unfinished_run_has_no_measurements(tmp_path: Path) -> None:
@@ -213,6 +220,6 @@ def test_the_table_has_a_row_for_each_strategy_and_a_figure(
     assert "steps after the warm-up, in 1 round" in out
     assert "settings of all runs: model=gpt batch=32" in out
     assert "idle: share of time in which ranks wait" in out
-    assert "resumed after an interruption, so that the times are less accurate: tensor=4" in out
+    assert "resumed after an interruption, so their times are less accurate: tensor=4" in out
     figure = (tmp_path / "strategies.svg").read_text()
     assert "on 2 cores (oversubscribed)" in figure
