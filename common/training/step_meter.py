@@ -145,9 +145,8 @@ class StepMeter(StepHook):
         local_state: list[Tensor] = []
         for part_state in self.local_parts.values():
             tensors = list_tensors(part_state.state_dict())
-            local_state += [
-                tensor for tensor in tensors if tensor.is_floating_point()
-            ]  # without random states, which are integers
+            # Integers are random states, which do not grow with the model.
+            local_state += [tensor for tensor in tensors if tensor.is_floating_point()]
         stored = count_bytes(parameters)
         gradients = count_bytes(parameter.grad for parameter in parameters)
         memory = {

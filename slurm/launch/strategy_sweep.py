@@ -42,7 +42,7 @@ class StrategyRequest:
     rounds: str
 
     @property
-    def given(self) -> list[str]:
+    def given_variables(self) -> list[str]:
         """Names of the make variables that are given."""
         values = {"NAME": self.experiment, "RANKS": self.ranks, "ROUNDS": self.rounds}
         return [name for name, value in values.items() if value]
@@ -65,21 +65,16 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str], *, runs_
     ranks = parse_count("RANKS", request.ranks, MAX_RANKS)
     rounds = parse_count("ROUNDS", request.rounds or "1", MAX_ROUNDS)
     strategies = find_strategies(experiment)
-    given = parse_command_line(overrides).values
-    check_overrides(experiment, given, strategies)
+    given_settings = parse_command_line(overrides).values
+    check_overrides(experiment, given_settings, strategies)
 
     schema = config.import_schema(experiment)
-    settings = {**strategy_grid.SETTINGS, **strategies.run, **given}
-    reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given))
+    settings = {**strategy_grid.SETTINGS, **strategies.run, **given_settings}
+    reference, *others = strategy_grid.list_points(strategies, ranks, parse_nodes(given_settings))
     try:
         cfg = load_strategy(schema, settings, reference)
     except UserError as error:
-        message = str(error)
-        words = re.split(r"[\s,:;]+", message)
-        chosen = {key: text for key, text in strategies.run.items() if key not in given and f"{key}={text}" in words}
-        if chosen:
-            message += f". The sweep sets {format_settings(chosen)}; set another value in ARGS"
-        raise UserError(message) from None
+        raise explain_error(error, strategies, given_settings) from None
     if runs_here:
         settings |= choose_device(cfg.launch, ranks)
     legal = [reference]
@@ -91,13 +86,26 @@ def plan_strategies(request: StrategyRequest, overrides: Sequence[str], *, runs_
         except UserError as error:
             refused[strategies.format_label(point)] = str(error)
 
-    name = make_sweep_name(experiment, ranks, given)
+    name = make_sweep_name(experiment, ranks, given_settings)
     points: list[SweepPoint] = []
     for repeat in range(rounds):
         for values in legal:
             checked = make_point(name, experiment, settings, values, repeat)
             points.append(dataclasses.replace(checked, title=strategies.format_label(values)))
     return SweepPlan(name, experiment, settings, points, parallel=1, refused=refused, compares_strategies=True)
+
+
+def explain_error(error: UserError, strategies: Strategies, given_settings: Settings) -> UserError:
+    """Return an error about settings of all strategies. It says which of the settings it names the sweep has set."""
+    message = str(error)
+    named_settings = re.split(r"[\s,:;]+", message)
+    sweep_settings = {}
+    for key, text in strategies.run.items():
+        if key not in given_settings and f"{key}={text}" in named_settings:
+            sweep_settings[key] = text
+    if sweep_settings:
+        message += f". The sweep sets {format_settings(sweep_settings)}; set another value in ARGS"
+    return UserError(message)
 
 
 def find_strategies(experiment: str) -> Strategies:
@@ -109,16 +117,16 @@ def find_strategies(experiment: str) -> Strategies:
     return strategies
 
 
-def check_overrides(experiment: str, given: Settings, strategies: Strategies) -> None:
+def check_overrides(experiment: str, given_settings: Settings, strategies: Strategies) -> None:
     """Raise UserError if ARGS sets a setting in which the strategies differ, or too few steps."""
-    varied = sorted(given.keys() & strategies.varied_settings)
+    varied = sorted(given_settings.keys() & strategies.varied_settings)
     if varied:
         names = " and ".join(varied)
-        command = f"make exp NAME={experiment} ARGS={shlex.quote(format_settings(given))}"
+        command = f"make exp NAME={experiment} ARGS={shlex.quote(format_settings(given_settings))}"
         raise UserError(
             f"ARGS sets {names}, but the sweep compares all values; omit {names}, or start one run: {command}"
         )
-    if given.get("steps") == "1":
+    if given_settings.get("steps") == "1":
         raise UserError("steps=1: the first step of a run is not timed; use steps=2 or more, such as steps=20")
 
 
@@ -130,9 +138,9 @@ def choose_device(launch: Launch, ranks: int) -> dict[str, str]:
     return {"launch.device": "cuda" if gpus >= ranks else "cpu"}
 
 
-def parse_nodes(given: Settings) -> int:
+def parse_nodes(given_settings: Settings) -> int:
     """Return the number of hosts. An invalid number is refused later."""
-    text = given.get("launch.nodes", "1")
+    text = given_settings.get("launch.nodes", "1")
     return max(1, int(text)) if text.isdecimal() else 1
 
 
@@ -141,10 +149,10 @@ def load_strategy(schema: type[Experiment], settings: Settings, point: Settings)
     return config.load_config(schema, [f"{name}={value}" for name, value in {**settings, **point}.items()])
 
 
-def make_sweep_name(experiment: str, ranks: int, given: Mapping[str, Any]) -> str:
+def make_sweep_name(experiment: str, ranks: int, given_settings: Mapping[str, Any]) -> str:
     """Return the name of the sweep. Sweeps with different settings have different names."""
     name = f"strategies-{experiment}-{ranks}"
-    relevant = {key: value for key, value in given.items() if key != "runs"}
+    relevant = {key: value for key, value in given_settings.items() if key != "runs"}
     if not relevant:
         return name
     digest = hashlib.sha256(json.dumps(sorted(relevant.items())).encode()).hexdigest()
@@ -157,8 +165,8 @@ def print_refused(refused: Mapping[str, str]) -> None:
     for label, reason in refused.items():
         labels.setdefault(reason, []).append(label)
     for reason, members in labels.items():
-        others = f" and {len(members) - 1} more" if len(members) > 1 else ""
-        print(f"  not available: {members[0]}{others}: {reason}", flush=True)
+        omitted = f" and {len(members) - 1} more" if len(members) > 1 else ""
+        print(f"  not available: {members[0]}{omitted}: {reason}", flush=True)
 
 
 def format_settings_of_all_runs(plan: SweepPlan) -> str:
@@ -186,8 +194,8 @@ def report_strategies(sweep: SweepFolder) -> None:
     print_refused(refused)
     if missing:
         names = ", ".join(missing[:MAX_MISSING_NAMES])
-        others = f" and {len(missing) - MAX_MISSING_NAMES} more" if len(missing) > MAX_MISSING_NAMES else ""
-        print(f"not in the table: {format_count(len(missing), 'run')}: {names}{others}")
+        omitted = f" and {len(missing) - MAX_MISSING_NAMES} more" if len(missing) > MAX_MISSING_NAMES else ""
+        print(f"not in the table: {format_count(len(missing), 'run')}: {names}{omitted}")
     if len(runs) < 2:
         remedy = "repeat the command (FAILED=1 also repeats failed runs)"
         print(f"no table: fewer than two strategies have finished; {remedy}", flush=True)

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,6 +200,18 @@ def print_estimate(run: LocalRun, waiting: int, parallel: int) -> None:
     print(f"  {format_count(waiting, 'run')} not started yet; estimated time: {minutes}", flush=True)
 
 
+@contextlib.contextmanager
+def handle_stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Call `handler` for each stop signal, unless this process ignores the signal."""
+    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    old_handlers = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, old_handler in old_handlers.items():
+            signal.signal(number, old_handler)
+
+
 def record_end(sweep: SweepFolder, point: SweepPoint) -> tuple[str, RunFolder]:
     """Record and print the state of a point whose run has ended. Return the state and the run folder."""
     state = sweep.read_state(point)
@@ -238,9 +250,7 @@ def run_points_locally(
             for process in running:
                 process.send_signal(number)
 
-    handled = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    old_handlers = {number: signal.signal(number, stop) for number in handled}
-    try:
+    with handle_stop_signals(stop):
         while running or (waiting and not stop_signal and not stopped_status):
             while waiting and len(running) < sweep.plan.parallel and not stop_signal and not stopped_status:
                 point, resumed = waiting.pop(0)
@@ -248,7 +258,7 @@ def run_points_locally(
                 running[start_local_run_of_point(folder)] = LocalRun(point, resumed is not None, time.monotonic())
                 sweep.record_run(point, folder, "running")
                 sweep.save()
-            if stop_signal and not is_stop_announced:
+            if stop_signal and running and not is_stop_announced:
                 count = format_count(len(running), "run")
                 print(f"  stopping   {count}; a run that trains saves a checkpoint first", flush=True)
                 is_stop_announced = True
@@ -258,15 +268,13 @@ def run_points_locally(
                 has_failed |= process.returncode != 0 and state != REFUSED
                 if stops_with_run and process.returncode in STOPPED_STATUSES:
                     stopped_status = process.returncode
-                if waiting and state == "FINISHED" and not run.is_resumed and not is_estimated:
+                is_whole_run = state == "FINISHED" and not run.is_resumed
+                if is_whole_run and waiting and not stop_signal and not is_estimated:
                     print_estimate(run, len(waiting), sweep.plan.parallel)
                     is_estimated = True
                 if on_end is not None:
                     on_end(run.point, folder, process.returncode)
             time.sleep(0.1)
-    finally:
-        for number, handler in old_handlers.items():
-            signal.signal(number, handler)
     if stopped_status:
         return stopped_status
     return 128 + stop_signal if stop_signal else int(has_failed)
@@ -299,8 +307,8 @@ def read_plan(args: argparse.Namespace, overrides: list[str], *, runs_here: bool
     request = StrategyRequest(args.name, args.ranks, args.rounds)
     if strategy_sweep.is_strategy_grid(args.grid):
         return strategy_sweep.plan_strategies(request, overrides, runs_here=runs_here)
-    if request.given:
-        names = " and ".join(request.given)
+    if request.given_variables:
+        names = " and ".join(request.given_variables)
         raise UserError(f"{names} can be set only with GRID={strategy_sweep.GRID_FILE}; omit {names}, or use this grid")
     return sweep_file.read_sweep_file(args.grid, overrides)
 

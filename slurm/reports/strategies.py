@@ -177,6 +177,11 @@ class StrategySummary:
         """Bytes that a rank sends in a step, in MB (1e6 bytes)."""
         return max(run.sent_bytes for run in self.runs) / 1e6
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether a run was interrupted and resumed."""
+        return any(run.is_resumed for run in self.runs)
+
     def format_cells(self) -> list[str]:
         """Return the cells of the row, in the order of `list_heads`."""
         run = self.runs[0]
@@ -300,7 +305,7 @@ def describe_measurement(rows: Sequence[StrategySummary]) -> str:
     ]
     if rounds == 1:
         lines.append("with one round, times are affected by other programs; use ROUNDS=5 before you compare them")
-    resumed = [row.label for row in rows if any(run.is_resumed for run in row.runs)]
+    resumed = [row.label for row in rows if row.is_resumed]
     if resumed:
         lines.append(f"resumed after an interruption, so their times are less accurate: {', '.join(resumed)}")
     threads = {(run.ranks, run.threads) for run in runs}
@@ -334,8 +339,8 @@ def format_best(rows: Sequence[StrategySummary], values: Sequence[float]) -> str
     limit = SIMILAR * min(values)
     best = [number for number, value in enumerate(values, 1) if value <= limit]
     fastest = min(best, key=lambda number: rows[number - 1].milliseconds)
-    others = ", ".join(str(number) for number in best if number != fastest)
-    equal = f" (within {SIMILAR - 1:.0%}: {others})" if others else ""
+    similar_rows = ", ".join(str(number) for number in best if number != fastest)
+    equal = f" (within {SIMILAR - 1:.0%}: {similar_rows})" if similar_rows else ""
     return f"{fastest}: {rows[fastest - 1].label}{equal}"
 
 

@@ -397,6 +397,7 @@ def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     assert plot.as_uri() in completed.stdout
     assert len(read_json(folder / "sweep.json")["cells"]) == 4
     assert len(list((tmp_path / "runs").glob(f"{NAME}*"))) == 4
+    assert re.search(r"^ *single .*% +- +\d+$", completed.stdout, re.MULTILINE), "one stage has no idle share"
     printed = re.findall(r"^ *(naive|pipelined) +(\d+) ", completed.stdout, re.MULTILINE)
     assert printed == [("naive", "16"), ("pipelined", "4"), ("pipelined", "8")]
 

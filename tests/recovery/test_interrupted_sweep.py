@@ -41,7 +41,8 @@ def test_an_interrupted_sweep_is_resumed(tmp_path: Path, cache: Path) -> None:
     (interrupted,) = read_json(record)["cells"]
     assert interrupted["state"] in ("cancelled", "finished")
 
-    execution.execute_command(argv, env=make_environment(), timeout=250, status=0)
+    completed = execution.execute_command(argv, env=make_environment(), timeout=250, status=0)
+    assert "estimated time" not in completed.stdout, "the time of a resumed run says nothing about the others"
     cells = read_json(record)["cells"]
     assert len(cells) == 2
     assert cells[0]["run"] == interrupted["run"]

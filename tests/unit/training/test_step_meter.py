@@ -71,7 +71,7 @@ class Errors:
     """State of a technique that differs between ranks."""
 
     def state_dict(self) -> dict[str, object]:
-        return {"errors": {0: torch.zeros(10)}, "step": 3}
+        return {"errors": {0: torch.zeros(10)}, "step": 3, "random": torch.get_rng_state()}
 
 
 def train(run: Run, meter: StepMeter, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -115,6 +115,12 @@ def test_an_invalid_request_is_refused_with_the_remedy(text: str, message: str) 
     assert message in str(refused.value)
 
 
+def test_a_setting_of_the_user_is_not_ascribed_to_the_sweep() -> None:
+    with pytest.raises(UserError) as refused:
+        plan("eval_batch=32.5")  # contains batch=32, which the sweep sets
+    assert "The sweep sets" not in str(refused.value)
+
+
 def test_the_grid_is_recognized_in_this_checkout_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(config.ROOT)
     assert strategy_sweep.is_strategy_grid("configs/sweeps/strategies.py")
