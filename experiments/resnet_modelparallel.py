@@ -10,8 +10,8 @@
     python experiments/resnet_modelparallel.py model=toy data.name=vectors loss=mse      10-10-5, random targets
     python experiments/resnet_modelparallel.py sweep=true                        all modes and microbatch sizes
 
-A run takes about half a minute on 2 CPU cores; the sweep takes six minutes. With two stages, expect the pipelined
-mode to take less time than the naive mode, but more than half of the naive mode's time. A single process that uses
+A run takes one to three minutes on 2 CPU cores; the sweep takes longer. With two stages, expect the pipelined mode to
+take less time than the naive mode, but more than half of the naive mode's time. A single process that uses
 both cores is usually faster.
 
 A batch is split into microbatches of `split_size` samples. In naive mode, a microbatch passes forward and backward
