@@ -167,12 +167,18 @@ def serve_as_init(is_needed: Callable[[], bool]) -> None:
 
     The function returns once `is_needed` returns False.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # reaps the children that have already ended
-            pass
+    # The handler waits for the children. If SIGCHLD were ignored, the kernel would discard their CPU times.
+    signal.signal(signal.SIGCHLD, lambda *_: reap_ended_children())
+    reap_ended_children()
     while is_needed():
         time.sleep(POLL_SECONDS)
+
+
+def reap_ended_children() -> None:
+    """Wait for the child processes that have already ended."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def mount_path(source: str, target: str, kind: str | None, flags: int) -> None:

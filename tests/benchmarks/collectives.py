@@ -50,12 +50,17 @@ def name_point(op: str, size: int) -> str:
     return f"{op}, {size:,} bytes"
 
 
-def run_once(scratch: Path, settings: tuple[str, ...], count: int, rate: str) -> RunFolder:
-    """Run the experiment on two ranks of this host, or with a rank on each of `count` hosts."""
+def run_once(scratch: Path, settings: tuple[str, ...], count: int, rate: str) -> tuple[RunFolder, dict[str, float]]:
+    """Run the experiment on two ranks of this host, or with a rank on each of `count` hosts.
+
+    Returns also the share of the machine that other programs used, if the caller cannot measure it.
+    """
     if not count:
-        return finish(scratch, RUN, NAME, "processes_per_node=2", *settings)
-    with hosts.local_cluster(scratch, count, rate=rate) as env:
-        return finish(scratch, RUN, NAME, *settings, nodes=count, env=env)
+        return finish(scratch, RUN, NAME, "processes_per_node=2", *settings), {}
+    with hosts.local_cluster(scratch, count, rate=rate) as cluster:
+        before = cluster.measure_load()
+        folder = finish(scratch, RUN, NAME, *settings, nodes=count, env=cluster.env)
+        return folder, {"others": cluster.measure_load().compute_other_share(before)}
 
 
 def list_point_numbers(points: list[dict[str, Any]]) -> dict[str, float]:
@@ -82,13 +87,11 @@ def measure_sizes(scratch: Path, *settings: str, count: int = 0, rate: str = "")
     """
 
     def run(number: int) -> dict[str, float]:
-        folder = run_once(scratch, (*SETTINGS, f"seed={number}", *settings), count, rate)
+        folder, load = run_once(scratch, (*SETTINGS, f"seed={number}", *settings), count, rate)
         result = parse_result(folder.result)
         shutil.rmtree(folder.path.parent)
 
-        numbers = {"seconds": result.timings["step_seconds"]}
-        if count:
-            numbers["others"] = 0.0  # not known, because the cluster's processes are not descendants of this one
+        numbers = {"seconds": result.timings["step_seconds"], **load}
         numbers |= list_point_numbers(result.measured["points"])
         for name, line in result.measured["lines"].items():
             for coefficient, fitted in line.items():
@@ -225,7 +228,6 @@ PARTS = [
         facts=(
             "4 processes with 1 thread each",
             f"links limited to {SLOW_LABEL}",
-            "load from other programs not recorded",
         ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(SLOW, "")),
     ),
@@ -237,7 +239,6 @@ PARTS = [
         facts=(
             "2 processes with 1 thread each",
             f"links limited to {FAST_LABEL}",
-            "load from other programs not recorded",
         ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(FAST, "")),
     ),

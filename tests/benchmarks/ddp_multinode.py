@@ -23,7 +23,7 @@ SETTINGS = split_settings(
     "model=resnet18 batch=128 data.name=generated data.samples=1280 "
     "optim.warmup=0 optim.decay=constant optim.base_batch=0"
 )
-BRIEF = (*SETTINGS, "steps=8", "data.test_limit=10", "launch.threads=1")
+BRIEF = (*SETTINGS, "steps=5", "data.test_limit=10", "launch.threads=1")
 TWO = "processes_per_node=2"
 OURS = "DDP, 2 processes"
 SINGLE = "processes_per_node=1"

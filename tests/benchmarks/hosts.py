@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from common.config.config import ROOT
 from common.runs.folder import RunFolder
@@ -19,7 +20,7 @@ from slurm.local_cluster import cables, daemons, namespaces, slurm_conf
 from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
-from tests.benchmarks.measure import Task
+from tests.benchmarks.measure import Load, Task
 from tests.benchmarks.parts import environment, finish, flatten
 
 HOSTS = 4
@@ -37,14 +38,24 @@ def find_obstacle(shape: Shape) -> str:
     return ""
 
 
+class BenchmarkCluster(NamedTuple):
+    """A local cluster that is up during a measurement."""
+
+    env: Mapping[str, str]
+    """Environment of programs that use the cluster."""
+    process: Process
+    """First process of the cluster. All processes of jobs and daemons are its descendants."""
+
+    def measure_load(self) -> Load:
+        """Return the present load. The processes of the cluster are not other programs."""
+        return Load.now(self.process.pid)
+
+
 @contextlib.contextmanager
 def local_cluster(
     folder: Path, count: int = HOSTS, *, rate: str = "", last: Shape = Shape()
-) -> Iterator[Mapping[str, str]]:
-    """A separate local cluster, whose cables have this rate and that of the last host this shape.
-
-    Yields the environment of programs that use it.
-    """
+) -> Iterator[BenchmarkCluster]:
+    """A separate local cluster, whose cables have this rate and that of the last host this shape."""
     env = environment() | {"CLUSTER_DIR": str(folder)}
     del env["GLOO_SOCKET_IFNAME"]
 
@@ -62,7 +73,7 @@ def local_cluster(
             raise RuntimeError("the cluster is gone")
         if any(last):
             shape_cable(Cluster(Plan.load(state), process), count, last)
-        yield env
+        yield BenchmarkCluster(env, process)
     finally:
         call("down")
 
@@ -100,16 +111,17 @@ def run_on_hosts(
 ) -> Task:
     """A run with a rank on each of `count` hosts of a cluster; `keep` as in `run_of`.
 
-    Its `samples_per_second` are by the clock of the whole training, the meetings of all ranks included. The cluster's
-    processes are not descendants of this one, so its turns do not show how much of the machine other programs used.
+    Its `samples_per_second` are by the clock of the whole training, the meetings of all ranks included.
     """
 
     def run(number: int) -> dict[str, float]:
-        with local_cluster(scratch, count, last=last) as env:
-            folder = finish(scratch, label, experiment, *settings, nodes=count, env=env)
+        with local_cluster(scratch, count, last=last) as cluster:
+            before = cluster.measure_load()
+            folder = finish(scratch, label, experiment, *settings, nodes=count, env=cluster.env)
+            others = cluster.measure_load().compute_other_share(before)
         result = parse_result(folder.result).flatten_values()
         seconds, rate = time_steps(folder)
-        measured = {"seconds": seconds, "samples_per_second": rate, "others": 0.0}
+        measured = {"seconds": seconds, "samples_per_second": rate, "others": others}
         for name in keep:
             measured |= flatten(name, result[name])
         shutil.rmtree(folder.path.parent)

@@ -100,17 +100,23 @@ def accuracy_table(samples: Samples) -> Table:
 # ---- a slow cable
 
 
-def run_cable_ranks(scratch: Path, file: Path) -> None:
-    """Let two hosts run all sides and write the numbers to a file. Raises RuntimeError."""
+def run_cable_ranks(scratch: Path, file: Path) -> float:
+    """Let two hosts run all sides and write the numbers to a file. Raises RuntimeError.
+
+    Returns the share of the machine that other programs used.
+    """
     srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
     program = (sys.executable, "-m", "tests.benchmarks.local_sgd_cable_ranks", str(file))
     command = [sys.executable, "-m", "slurm", "cluster", "exec", *srun, *program]
-    with hosts.local_cluster(scratch, 2, rate=RATE) as env:
+    with hosts.local_cluster(scratch, 2, rate=RATE) as cluster:
+        before = cluster.measure_load()
         process = subprocess.run(
-            command, cwd=ROOT, env=dict(env), capture_output=True, text=True, timeout=300, check=False
+            command, cwd=ROOT, env=dict(cluster.env), capture_output=True, text=True, timeout=300, check=False
         )
+        others = cluster.measure_load().compute_other_share(before)
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr[-2000:]}")
+    return others
 
 
 def measure_on_cable(scratch: Path) -> list[Task]:
@@ -118,11 +124,11 @@ def measure_on_cable(scratch: Path) -> list[Task]:
 
     def run(number: int) -> dict[str, float]:
         file = scratch / f"cable-{number}.json"
-        run_cable_ranks(scratch, file)
+        others = run_cable_ranks(scratch, file)
         numbers_of = json.loads(file.read_text())
         measured = {
             "seconds": sum(numbers["seconds"] for numbers in numbers_of.values()),
-            "others": 0.0,  # not known, because the cluster's processes are not descendants of this one
+            "others": others,
         }
         for name, numbers in numbers_of.items():
             for column, number_of_side in numbers.items():
@@ -172,7 +178,6 @@ PARTS = [
             "2 processes with 1 thread each",
             "batch size 16",
             f"links limited to {RATE_LABEL}",
-            "load from other programs not recorded",
         ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),

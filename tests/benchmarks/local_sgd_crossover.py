@@ -92,14 +92,15 @@ def measure_rate(scratch: Path, rate: str) -> Task:
 
     def run(number: int) -> dict[str, float]:
         seconds = {}
-        with hosts.local_cluster(scratch, COUNT, rate=rate) as env:
+        with hosts.local_cluster(scratch, COUNT, rate=rate) as cluster:
+            before = cluster.measure_load()
             for name, (experiment, settings) in STRATEGIES.items():
                 settings_of_round = (*BRIEF, *settings, f"seed={number}")
-                folder = finish(scratch, name, experiment, *settings_of_round, nodes=COUNT, env=env)
+                folder = finish(scratch, name, experiment, *settings_of_round, nodes=COUNT, env=cluster.env)
                 seconds[name], _ = hosts.time_steps(folder, FIRST)
                 shutil.rmtree(folder.path.parent)
-        # `others` is not known, because the cluster's processes are not descendants of this one
-        return {"seconds": sum(seconds.values()), "others": 0.0, **seconds}
+            others = cluster.measure_load().compute_other_share(before)
+        return {"seconds": sum(seconds.values()), "others": others, **seconds}
 
     return Task(rate or FREE, run)
 
@@ -223,7 +224,7 @@ PARTS = [
         f"a step of two hosts by strategy, on cables of {', '.join(RATES)}: the ConvNet, batch {CABLE_BATCH}",
         sides,
         table,
-        facts=("2 processes with 1 thread each", f"batch size {CABLE_BATCH}", "load from other programs not recorded"),
+        facts=("2 processes with 1 thread each", f"batch size {CABLE_BATCH}"),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATES[0], "")),
     ),
     Part(

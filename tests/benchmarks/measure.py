@@ -92,12 +92,8 @@ class Samples:
         table = self.values.setdefault(side, {})
         if not self.counted:
             return
-        wall = now.time - before.time
-        busy = now.family - before.family
-        busy_elsewhere = now.machine - before.machine - busy - SLACK
-        other_share = max(0.0, busy_elsewhere) / (wall * (os.cpu_count() or 1))
-
-        numbers = {"cores": round(busy / wall, 3), "others": round(other_share, 3), **measured}
+        cores = (now.family - before.family) / (now.time - before.time)
+        numbers = {"cores": round(cores, 3), "others": now.compute_other_share(before), **measured}
         for name, number in numbers.items():
             table.setdefault(name, []).append(float(f"{number:.7g}"))
 
@@ -290,17 +286,24 @@ class Load:
     family: float
 
     @classmethod
-    def now(cls) -> Load:
-        """Return the present load."""
+    def now(cls, *roots: int) -> Load:
+        """Return the present load. The processes with the pids `roots`, and their descendants, count as family."""
         ticks = os.sysconf("SC_CLK_TCK")
         fields = Path("/proc/stat").read_text().split()[1:11]
         user, nice, system, _, _, irq, softirq, steal, *_ = map(int, fields)
         machine = (user + nice + system + irq + softirq + steal) / ticks
-        return cls(time.perf_counter(), machine, count_family_ticks() / ticks)
+        return cls(time.perf_counter(), machine, count_family_ticks(*roots) / ticks)
+
+    def compute_other_share(self, before: Load) -> float:
+        """Return the share of the machine that other programs have used since `before`."""
+        wall = self.time - before.time
+        busy = self.family - before.family
+        busy_elsewhere = self.machine - before.machine - busy - SLACK
+        return round(max(0.0, busy_elsewhere) / (wall * (os.cpu_count() or 1)), 3)
 
 
-def count_family_ticks() -> int:
-    """Return the CPU time of this process, its descendants, and those of them that have been waited for."""
+def count_family_ticks(*roots: int) -> int:
+    """Return the CPU time of this process, `roots`, their descendants, and those that have been waited for."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -312,7 +315,7 @@ def count_family_ticks() -> int:
         parents[pid] = int(fields[1])
         ticks[pid] = sum(map(int, fields[11:15]))
 
-    family = {os.getpid()}
+    family = {os.getpid(), *roots}
     while grown := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= grown
     return sum(ticks.get(pid, 0) for pid in family)

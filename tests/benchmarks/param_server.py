@@ -133,7 +133,6 @@ PARTS = [
             "4 processes with 1 thread each",
             f"batch size {BATCH}",
             f"link of one host limited to {RATE_LABEL}",
-            "load from other programs not recorded",
         ),
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(RATE, "")),
     ),

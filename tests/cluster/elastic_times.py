@@ -1,6 +1,6 @@
 """Seconds that a lost rank or host costs a job with elastic=true, and a job that is requeued instead.
 
-    python -m tests.cluster.elastic_times [--kills=10] [--rounds=3] [--requeues=1]
+    python -m tests.cluster.elastic_times [--kills=10] [--rounds=5] [--requeues=5]
     python -m tests.cluster.elastic_times --minutes=10
 
 A time ends when metrics.jsonl contains a step that was taken after the fault. With --minutes, a random rank is killed
@@ -169,8 +169,8 @@ def tabulate(elastic: Seconds, requeued: Seconds) -> Table:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.elastic_times")
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--requeues", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requeues", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=0)
     options = parser.parse_args(arguments)
     names = ("kill -9 of a rank", "join", "cable cut", "power-off of a host")

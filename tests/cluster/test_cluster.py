@@ -22,6 +22,7 @@ from tests.harness.repository import ROOT
 from tests.harness.slurm.cluster_site import create_shared_folder, wait_on_cluster
 
 NAMESPACE_KINDS = ("net", "mnt", "pid", "uts")
+USE_TWO_SECONDS = "import time\nwhile time.process_time() < 2: pass"
 FAST_FAULTS = ("SlurmdTimeout=5", "KillWait=2", "GraceTime=3", "SlurmctldParameters=preempt_send_user_signal")
 
 
@@ -229,12 +230,30 @@ def test_cables_carry_the_requested_rate() -> None:
             tool("down", "--name", "far", status=None)
 
 
-def test_a_benchmark_slows_both_ends_of_one_hosts_cable() -> None:
-    with create_shared_folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)):
-        tool = Tool(base)
-        assert tool.read_status_column(3) == ["-", "-", "-", "10mbit"]
-        assert "rate 10Mbit" in tool.out("node", "4", "tc", "qdisc", "show", "dev", "eth0")
-        assert "tbf" not in tool.out("node", "3", "tc", "qdisc", "show", "dev", "eth0")
+@pytest.fixture(scope="module")
+def benchmark_cluster() -> Iterator[tuple[Tool, hosts.BenchmarkCluster]]:
+    """A cluster of a benchmark, of which the last host has a slow cable."""
+    with create_shared_folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)) as up:
+        yield Tool(base), up
+
+
+def test_a_benchmark_slows_both_ends_of_one_hosts_cable(
+    benchmark_cluster: tuple[Tool, hosts.BenchmarkCluster],
+) -> None:
+    tool, _ = benchmark_cluster
+    assert tool.read_status_column(3) == ["-", "-", "-", "10mbit"]
+    assert "rate 10Mbit" in tool.out("node", "4", "tc", "qdisc", "show", "dev", "eth0")
+    assert "tbf" not in tool.out("node", "3", "tc", "qdisc", "show", "dev", "eth0")
+
+
+def test_an_ended_job_of_a_benchmark_is_no_other_program(
+    benchmark_cluster: tuple[Tool, hosts.BenchmarkCluster],
+) -> None:
+    tool, up = benchmark_cluster
+    before = up.measure_load()
+    tool.submit(f"exec {sys.executable} -c '{USE_TWO_SECONDS}'", "--wait")
+    seconds = up.measure_load().family - before.family
+    assert seconds > 1.9  # two seconds, at the resolution of /proc
 
 
 NAMES = """
