@@ -166,6 +166,11 @@ class AttemptPart:
         """Return whether the rows of a step count for the run."""
         return self.last_step is None or step <= self.last_step
 
+    def read_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the complete rows that count for the run."""
+        rows = itertools.islice(self.attempt.parse_attempt_rows(), self.rows)
+        return (row for row in rows if row and self.includes_step(row["global_step"]))
+
 
 class RunFolder:
     """A run folder and the number of one of its attempts. The number is 0 if no attempt is selected."""
@@ -337,8 +342,7 @@ class RunFolder:
     def read_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of `read_metrics` one by one, without loading a long run into memory."""
         for part in self.list_attempt_parts():
-            rows = itertools.islice(part.attempt.parse_attempt_rows(), part.rows)
-            yield from (row for row in rows if row and part.includes_step(row["global_step"]))
+            yield from part.read_rows()
 
     def list_attempt_parts(self) -> list[AttemptPart]:
         """Return the part of each attempt that counts toward the run, oldest first."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from common.runs import provenance
 from common.runs import result as results
-from common.runs.compare import metric_curves, setting_labels
+from common.runs.compare import metric_curves, sampled_rows, setting_labels
 from common.runs.compare.compare_table import shorten_text
 from common.runs.folder import RunFolder, read_json
 from slurm.reports import selection, status
@@ -44,7 +44,7 @@ class RunFacts:
             selection.read_newest_settings(folder),
             results.parse_result(folder.result),
             world,
-            metric_curves.read_curves(folder.read_rows(), last_steps),
+            metric_curves.read_curves(sampled_rows.read_rows_for_curves(folder), last_steps),
         )
 
     @property
