@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import signal
@@ -19,6 +20,7 @@ from common.system.text import format_count, format_duration
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection
 from slurm.reports.status import Status, read_status
+from slurm.reports.status_cache import StatusCache
 
 MAX_LISTED_RUNS = 20  # maximum number of runs listed without ALL=1
 FOLLOW_SECONDS = 1.0  # interval between two reads of the runs with FOLLOW=1
@@ -54,12 +56,15 @@ def print_statuses(statuses: Iterable[Status], as_json: bool) -> None:
         print(format_status(status))
 
 
-def list_newest_runs(runs: Path, lists_all: bool) -> list[RunFolder]:
-    """Return the newest runs, newest first: all runs, or at most MAX_LISTED_RUNS runs that are not archived."""
-    folders = selection.list_all_runs(runs)[::-1]
+def choose_listed_runs(folders: list[RunFolder], lists_all: bool) -> list[RunFolder]:
+    """Return the runs to list, newest first: all runs, or at most MAX_LISTED_RUNS runs that are not archived.
+
+    `folders` contains all runs, oldest first.
+    """
     if lists_all:
-        return folders
-    return [folder for folder in folders if not description.is_archived(folder)][:MAX_LISTED_RUNS]
+        return folders[::-1]
+    active = (folder for folder in reversed(folders) if not description.is_archived(folder))
+    return list(itertools.islice(active, MAX_LISTED_RUNS))
 
 
 def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
@@ -67,16 +72,19 @@ def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
 
     Also prints how many runs are not listed, and warns about run folders that contain no config.yaml.
     """
-    selected = list_newest_runs(runs, lists_all)
-    print_statuses(map(read_status, selected), as_json)
-    if not lists_all:
-        print_unlisted_count(runs, len(selected))
-    warn_about_unlisted_folders(runs)
-
-
-def print_unlisted_count(runs: Path, listed_count: int) -> None:
-    """Print how many older runs and how many archived runs are not listed, if any."""
     folders = selection.list_all_runs(runs)
+    listed = choose_listed_runs(folders, lists_all)
+    cache = StatusCache(runs)
+    cache.forget_other_runs(folders)
+    print_statuses(map(cache.read_status, listed), as_json)
+    cache.save()
+    if not lists_all:
+        print_unlisted_count(folders, len(listed))
+    warn_about_unlisted_folders(runs, folders)
+
+
+def print_unlisted_count(folders: list[RunFolder], listed_count: int) -> None:
+    """Print how many older runs and how many archived runs are not listed, if any. `folders` contains all runs."""
     archived_count = sum(map(description.is_archived, folders))
     older_count = len(folders) - archived_count - listed_count
     counts = []
@@ -88,10 +96,11 @@ def print_unlisted_count(runs: Path, listed_count: int) -> None:
         print(f"not listed: {', '.join(counts)}; to list all runs: make status ALL=1")
 
 
-def warn_about_unlisted_folders(runs: Path) -> None:
-    """Print to stderr the names of run folders that contain no config.yaml."""
-    folders = [path for path in sorted(runs.glob("*")) if RUN_NAME.fullmatch(path.name) and path.is_dir()]
-    names = [path.name for path in folders if not (path / "config.yaml").exists()]
+def warn_about_unlisted_folders(runs: Path, folders: list[RunFolder]) -> None:
+    """Print to stderr the names of run folders that contain no config.yaml. `folders` contains the other runs."""
+    complete = {folder.path.name for folder in folders}
+    others = sorted(path for path in runs.glob("*") if path.name not in complete)
+    names = [path.name for path in others if RUN_NAME.fullmatch(path.name) and path.is_dir()]
     if names:
         print(f"not listed because config.yaml is missing: {', '.join(names)}", file=sys.stderr)
 
@@ -202,7 +211,7 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"FOLLOW cannot be combined with {'JSON' if as_json else 'WAIT'}; omit one of them")
     if not args.run:
         if follow:
-            return follow_runs(lambda: list_newest_runs(runs, lists_all))
+            return follow_runs(lambda: choose_listed_runs(selection.list_all_runs(runs), lists_all))
         print_newest_runs(runs, lists_all, as_json)
         return 0
     folder = selection.find_run(args.run, runs)

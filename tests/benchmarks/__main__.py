@@ -37,13 +37,13 @@ def all_parts() -> list[Part]:
 
     An experiment that has no module of its own here is measured with one rank and with two.
     """
-    from tests.benchmarks import checkpoint, optimizers, ranks, tools, tracking
+    from tests.benchmarks import checkpoint, growth, optimizers, ranks, tools, tracking
 
     declared = import_experiment_modules("tests.benchmarks.{}")
     parts: list[Part] = []
     for name in config.list_experiments():
         parts += declared[name].PARTS if name in declared else [ranks.make_part(name)]
-    for module in (optimizers, checkpoint, tracking, tools):
+    for module in (optimizers, checkpoint, tracking, tools, growth):
         parts += module.PARTS
     return parts
 

@@ -230,9 +230,16 @@ def describe_cores(machine: Mapping[str, Any]) -> str:
     return f"{gpu}{machine['cpu']}, {machine['cores']} cores{memory}"
 
 
+def count_undisturbed_rounds(part: Mapping[str, Any]) -> int | None:
+    """Return how many rounds of a part were undisturbed, or None if the part was not measured in rounds."""
+    if "rounds" not in part or "runs" in part["table"]["columns"]:
+        return None
+    return int(part.get("undisturbed", part["rounds"]))
+
+
 def count_rounds(part: Mapping[str, Any]) -> list[str]:
-    """Describe how many rounds a table summarizes; a table that counts runs needs no such phrase."""
-    if "runs" in part["table"]["columns"]:
+    """Describe how many rounds a table summarizes. A table that counts runs or kills needs no such phrase."""
+    if "rounds" not in part or "runs" in part["table"]["columns"]:
         return []
     count = part["rounds"]
     if count == 1:

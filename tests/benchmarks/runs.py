@@ -6,6 +6,7 @@ Every seventh run was started twice, and every eleventh failed half-way.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.harness.runs.synthetic_runs import SyntheticRun
+
+DIFFERENT_RUNS = 22  # of `copy_runs`
 
 
 def write_runs(runs: Path, count: int, steps: int) -> None:
@@ -42,8 +45,32 @@ def write_runs(runs: Path, count: int, steps: int) -> None:
         run.write(runs)
 
 
+def copy_runs(runs: Path, count: int) -> None:
+    """Write many runs of 100 steps quickly, as copies of the runs of `write_runs`."""
+    templates_folder = runs / "templates"
+    write_runs(templates_folder, DIFFERENT_RUNS, 100)
+    templates = sorted(templates_folder.iterdir(), key=lambda path: path.name.rpartition("-")[2])
+    for number in range(count):
+        template = templates[number % DIFFERENT_RUNS]
+        experiment = template.name.rsplit("-", 3)[0]
+        shutil.copytree(template, runs / f"{experiment}-20260101-{number:06d}-{number:04x}")
+    shutil.rmtree(templates_folder)
+
+
+def write_long_runs(runs: Path, count: int, rows: int) -> None:
+    """Write runs that each have a training row for `rows` steps, and ten evaluations."""
+    for number in range(count):
+        attempt = SyntheticRun(number=number, steps=10).write(runs).list_attempts()[-1]
+        with open(attempt.metrics_file, "w") as file:
+            for step in range(1, rows + 1):
+                position = f'"global_step": {step}, "samples": {64 * step}, "time": {0.01 * step:.6f}'
+                file.write(f'{{{position}, "loss": {1 + number / step:.16f}, "learning_rate": {1 / step:.16f}}}\n')
+                if step % max(1, rows // 10) == 0:
+                    file.write(f'{{{position}, "test_loss": {1 / step:.16f}, "test_accuracy": 0.5}}\n')
+
+
 def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
-    """Return the seconds and the seconds of one core that a command takes for the runs in `runs`."""
+    """Return the seconds, the seconds of one core and the peak memory of a command that reads the runs in `runs`."""
     start = time.perf_counter()
     arguments = [sys.executable, "-m", *command[:2], f"--runs-folder={runs}", *command[2:]]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
@@ -52,4 +79,4 @@ def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
     if status:
         raise RuntimeError(f"{' '.join(command)} failed")
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime}
+    return {"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime, "bytes": 1024.0 * usage.ru_maxrss}

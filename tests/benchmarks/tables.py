@@ -164,9 +164,10 @@ def publish(file: Path, names: Sequence[str], folder: Path = records.RECORDED) -
 
 def require_enough_rounds(name: str, part: Mapping[str, Any]) -> None:
     """Raise UserError if a part was measured in rounds, and too few of them were undisturbed."""
-    if "samples" in part and part["undisturbed"] < ENOUGH:
+    count = records.count_undisturbed_rounds(part)
+    if count is not None and count < ENOUGH:
         raise UserError(
-            f"{name} has {part['undisturbed']} undisturbed rounds, but a published table needs {ENOUGH}; "
+            f"{name} has {count} undisturbed rounds, but a published table needs {ENOUGH}; "
             f"repeat `{part['command']}` on a quiet machine, with more MINUTES"
         )
 

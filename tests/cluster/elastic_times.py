@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
     with laboratory() as lab:
         lab.up()
         if options.minutes:
-            about = {"title": "kills", "command": command, "rounds": 1}
+            about = {"title": "kills", "command": command}
             Record().put_table("cluster/kills", about, kill_at_random(lab, options.minutes))
             return 0
         measure_kills(lab, options.kills, elastic)

@@ -50,8 +50,8 @@ def sample_rows(part: AttemptPart, file: BinaryIO) -> Iterator[Row | None]:
     for lines in read_pairs(file, end):
         yield None
         for row in parse_rows(lines):
-            is_training_row = row is not None and not is_evaluation(row)
-            yield row if is_training_row and part.includes_step(row["global_step"]) else None
+            counts = row is not None and not is_evaluation(row) and part.includes_step(row["global_step"])
+            yield row if counts else None
 
     yield None
     for row in parse_rows(read_evaluation_lines(file, end)):
