@@ -4,9 +4,11 @@
     make bench NAME=ddp_multinode MINUTES=10     the parts of one experiment or topic
     make bench NAME=ddp_multinode/step           one part
 
-Every round is added to one JSON of this machine and day in tests/benchmarks/results/, so an interrupted benchmark keeps
-what it has. The last table shows what was measured, the goal, and whether it was met. Nothing fails because it was
-slow. `make tables` shows what is committed in tests/benchmarks/recorded/; tables.py publishes a JSON there.
+Every round is added to one JSON of this machine and day in tests/benchmarks/results/. The same command continues an
+interrupted benchmark: it adds the missing rounds and leaves out complete parts. If all parts are complete or the code
+has changed, they are measured again. A round that other programs disturbed is replaced. The last table shows what was
+measured, the goal, and whether it was met. Nothing fails because it was slow. `make tables` shows what is committed in
+tests/benchmarks/recorded/; tables.py publishes a JSON there.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from pathlib import Path
 
 from common.config import config
 from common.system.errors import UserError, exit_on_user_error
+from common.system.text import format_count
 from tests.benchmarks import records
 from tests.benchmarks.measure import Pace, Samples, interleave
 from tests.benchmarks.parts import Part
@@ -66,8 +69,18 @@ def choose_parts(names: Sequence[str]) -> list[Part]:
     return chosen_parts
 
 
-def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
-    """Measure one part; its record is written after each round."""
+def make_pace(part: Part, rounds: int, seconds: float) -> Pace:
+    """Return the pace of a part with `rounds` rounds, or with its own number of rounds for 0."""
+    return Pace(rounds or part.rounds, part.drop, seconds, replaces_disturbed=True)
+
+
+def count_missing_rounds(part: Part, record: Record, rounds: int) -> int:
+    """Return how many rounds of a part are missing in the record."""
+    return make_pace(part, rounds, 0).count_missing(record.find_samples(part.name))
+
+
+def measure(part: Part, record: Record, seconds: float, rounds: int, earlier: Samples) -> Samples:
+    """Measure one part, in addition to earlier rounds; its record is written after each round."""
     print(f"\n{part.name}: {part.title}", flush=True)
     origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": list(part.facts)}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
@@ -75,10 +88,34 @@ def measure(part: Part, record: Record, seconds: float, rounds: int) -> Samples:
 
         def keep(samples: Samples) -> None:
             part.check(scratch, samples)
-            record.put(part.name, origin | part.attachments(scratch), samples, part.table(samples))
+            content = origin | {"round_seconds": round(pace.last, 1)} | part.attachments(scratch)
+            record.put(part.name, content, samples, part.table(samples))
 
-        pace = Pace(rounds or part.rounds, part.drop, seconds)
-        return interleave(part.sides(scratch), pace, keep)
+        pace = make_pace(part, rounds, seconds)
+        return interleave(part.sides(scratch), pace, keep, earlier)
+
+
+def describe_rest(parts: Sequence[Part], record: Record, rounds: int) -> str:
+    """Return how many parts are incomplete, and about how long they will take. Without incomplete parts, empty."""
+    seconds = 0.0
+    unknown_count = 0
+    incomplete_count = 0
+    for part in parts:
+        missing = count_missing_rounds(part, record, rounds)
+        if not missing or part.missing():
+            continue
+        incomplete_count += 1
+        round_seconds = record.content["parts"].get(part.name, {}).get("round_seconds")
+        if round_seconds is None:
+            unknown_count += 1
+        else:
+            seconds += missing * round_seconds
+    if not incomplete_count:
+        return ""
+    text = f"{format_count(incomplete_count, 'part')} incomplete"
+    if unknown_count < incomplete_count:
+        text += f", about {math.ceil(seconds / 60)} minutes left"
+    return text + (f", not counting {format_count(unknown_count, 'part')} never measured" if unknown_count else "")
 
 
 def print_summary(record: Record, left_out: dict[str, str]) -> None:
@@ -109,23 +146,27 @@ def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int
     machine = record.content["machine"]
     torch_version = record.content["versions"]["torch"]
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {torch_version}; budget {minutes:g} minutes")
+    incomplete = [part for part in parts if count_missing_rounds(part, record, rounds)]
     status = 0
     try:
-        for number, part in enumerate(parts):
+        for number, part in enumerate(incomplete or parts):
             seconds_left = deadline - time.monotonic()
+            earlier = record.find_samples(part.name) if incomplete else Samples()
             if reason := part.missing():
                 left_out[part.name] = reason
             elif seconds_left <= 0:
                 left_out[part.name] = f"the budget was used up; make bench NAME={part.name}"
             else:
                 try:
-                    measure(part, record, seconds_left / (len(parts) - number), rounds)
+                    measure(part, record, seconds_left / (len(incomplete or parts) - number), rounds, earlier)
                 except FAILURES as error:  # the other parts are measured all the same
                     left_out[part.name] = f"failed: {error}"
                     status = 1
     except KeyboardInterrupt:
         status = 130
     print_summary(record, left_out)
+    if rest := describe_rest(parts, record, rounds):
+        print(f"{rest}; to continue, repeat the command")
     return status
 
 

@@ -105,7 +105,7 @@ class Samples:
 
     def clean(self) -> list[int]:
         """Return the rounds in which other programs used hardly any of the machine."""
-        shares = [columns["others"] for columns in self.values.values()]
+        shares = [columns.get("others", []) for columns in self.values.values()]
         rounds = []
         for number in range(self.rounds):
             highest = max(share[number] for share in shares)
@@ -145,28 +145,42 @@ class Samples:
 
 
 class Pace:
-    """The number of rounds, and the seconds that they may take."""
+    """The number of rounds, and the seconds that they may take.
 
-    def __init__(self, rounds: int, drop: int, seconds: float) -> None:
+    With `replaces_disturbed`, further rounds replace those that other programs disturbed.
+    """
+
+    def __init__(self, rounds: int, drop: int, seconds: float, *, replaces_disturbed: bool = False) -> None:
         self.rounds = rounds
         self.drop = drop
         self.seconds = seconds
+        self.replaces_disturbed = replaces_disturbed
         self.start = time.monotonic()
         self.last = 0.0  # seconds of the newest round
 
-    def allows(self, number: int) -> bool:
-        """Return whether round `number` is started: the first ones always, later ones if they will end in time."""
-        if number <= self.drop:
-            return True
+    def count_missing(self, samples: Samples) -> int:
+        """Return how many further rounds are needed."""
+        measured = len(samples.clean()) if self.replaces_disturbed else samples.rounds
+        return max(0, self.rounds - measured)
+
+    def allows(self, number: int, samples: Samples) -> bool:
+        """Return whether another round is started after `number` rounds, warm-ups included.
+
+        The first round that counts is always started, and later ones if they will end in time.
+        """
+        if not self.count_missing(samples):
+            return False
         expected = time.monotonic() - self.start + self.last
-        return number < self.drop + self.rounds and expected <= self.seconds
+        return number <= self.drop or expected <= self.seconds
 
 
-def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples], None]) -> Samples:
+def interleave(
+    sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples], None], earlier: Samples | None = None
+) -> Samples:
     """Let all sides take turns, round by round; `keep` is called with the samples after each round that counts.
 
-    Prints a line per round. Must be called before this process has computed anything with torch. Exits if a process of
-    a team fails.
+    The rounds are added to the `earlier` ones. Prints a line per round. Must be called before this process has computed
+    anything with torch. Exits if a process of a team fails.
     """
     teams = [side for side in sides if isinstance(side, Team)]
     tasks = [side for side in sides if isinstance(side, Task)]
@@ -174,7 +188,7 @@ def interleave(sides: Sequence[Team | Task], pace: Pace, keep: Callable[[Samples
     for team in teams:
         seats += [(team, rank) for rank in range(team.size)]
     pipes = [Pipe() for _ in seats]
-    samples = Samples()
+    samples = earlier or Samples()
 
     def body(place: RankInfo) -> None:
         team, rank = seats[place.rank]
@@ -217,13 +231,14 @@ def direct(
     turns = [(task.name, task.run) for task in tasks]
     for team in members:
         turns += [(side, call_team(team, side)) for side in hear_all(team)[0]]
+    if samples.values.keys() != {name for name, _ in turns}:
+        samples.values.clear()  # earlier rounds compared other sides
     number = 0
-    while pace.allows(number):
+    while pace.allows(number, samples):
         start = time.monotonic()
         samples.counted = number >= pace.drop
-        title = f"round {number + 1 - pace.drop} of {pace.rounds}" if samples.counted else "warm-up"
-        print(f"  {title}:", end="", flush=True)
-        take_turns(turns, number, samples)
+        print(f"  {describe_round(pace, samples)}:", end="", flush=True)
+        take_turns(turns, pace.drop + samples.rounds if samples.counted else number, samples)
         pace.last = time.monotonic() - start
         print(f"  ({pace.last:.0f} s)", flush=True)
         if samples.counted:
@@ -232,6 +247,14 @@ def direct(
     for team in members:
         for pipe in team:
             pipe.send(None)
+
+
+def describe_round(pace: Pace, samples: Samples) -> str:
+    """Return the title of the next round."""
+    if not samples.counted:
+        return "warm-up"
+    number = samples.rounds + 1
+    return f"round {number} of {pace.rounds}" if number <= pace.rounds else f"round {number} replaces a disturbed one"
 
 
 def take_turns(turns: Sequence[tuple[str, Callable[[int], Values]]], number: int, samples: Samples) -> None:

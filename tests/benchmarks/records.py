@@ -95,6 +95,8 @@ class Record:
         slug = re.sub(r"[^a-z0-9]+", "-", names).strip("-")
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.written: list[str] = []  # the parts that this record was given
+        self.commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
+        self.has_changes = bool(provenance.run_git("status", "--porcelain"))
 
         versions: Json = {"python": platform.python_version()}
         for package in PACKAGES:
@@ -108,13 +110,24 @@ class Record:
         counts = {"rounds": samples.rounds, "undisturbed": len(samples.clean()), "others": max(shares, default=0.0)}
         self.put_table(name, part | counts | {"samples": samples.values}, table)
 
+    def find_samples(self, name: str) -> Samples:
+        """Return the rounds of a part that were measured before, or no rounds if the code has changed since."""
+        part = self.content["parts"].get(name, {})
+        is_same_code = self.commit is not None and part.get("commit") == self.commit and not self.has_changes
+        if not is_same_code or "samples" not in part:
+            return Samples()
+        values: dict[str, dict[str, list[float]]] = {}
+        for side, columns in part["samples"].items():
+            # an interrupted round may have been recorded for some sides only
+            values[side] = {name: numbers[: part["rounds"]] for name, numbers in columns.items()}
+        return Samples(values)
+
     def put_table(self, name: str, part: Json, table: Table) -> None:
         """Write a table and its origin: title, command, rounds."""
-        commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
         content = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
         if name not in self.written:
             self.written.append(name)
-        self.content["parts"][name] = part | {"commit": commit, "table": content}
+        self.content["parts"][name] = part | {"commit": self.commit, "table": content}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.path, self.content)
 

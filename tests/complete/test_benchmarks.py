@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from configs.sweeps import strategies as strategy_grid
-from tests.benchmarks import optimizers, ranks, strategies
+from tests.benchmarks import growth, optimizers, ranks, runs, strategies
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
+from tests.harness.commands import in_process_calls
 from tests.harness.experiments.discovery import import_if_exists
 from tests.harness.experiments.registry import TRAINING_ENTRIES, Entry
 
@@ -78,3 +80,35 @@ def test_the_largest_deviation_from_a_formula_is_shown() -> None:
     samples = Samples({"fsdp=2": columns})
     assert strategies.make_cell(samples, "fsdp=2", "sent_deviation", 100) == "2.00"
     assert strategies.make_cell(samples, "fsdp=2", "seconds", 1e3) == Number(2000, 1000, 3000)
+
+
+def test_the_exponent_of_growth_compares_the_two_largest_sizes() -> None:
+    no_load = [0.0] * 2
+    samples = Samples(
+        {
+            "1": {"seconds": [5.0, 5.0], "others": no_load},
+            "10": {"seconds": [1.0, 2.0], "others": no_load},
+            "100": {"seconds": [100.0, 20.0], "others": no_load},
+        }
+    )
+    table = growth.make_growth_table(samples, "files", (1, 10, 100), [growth.Column("ms", "seconds", 1e3)])
+    assert [row.what for row in table.rows] == [
+        "1 files",
+        "10 files",
+        "100 files",
+        "exponent of growth, 10 to 100 files",
+    ]
+    assert table.rows[2].cells == [Number(60_000, 20_000, 100_000)]
+    assert table.rows[3].cells == [Number(1.5, 1, 2)]
+    assert table.rows[3].json()["goal"] == {"bound": 1.1, "at_least": False}
+
+
+def test_commands_read_the_many_and_long_runs_of_the_benchmarks(tmp_path: Path) -> None:
+    runs.copy_runs(tmp_path / "many", 25)
+    many = json.loads(in_process_calls.call_verb("status", f"--runs-folder={tmp_path}/many", "--json=1").stdout)
+    assert len({run["run"] for run in many}) == 25
+    assert {run["state"] for run in many} == {"finished", "failed"}
+
+    runs.write_long_runs(tmp_path / "long", 2, 100)
+    output = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path}/long", "--json=1").stdout
+    assert [run["step"] for run in json.loads(output)["runs"]] == [100, 100]

@@ -19,6 +19,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from common.runs.compare import sampled_rows
 from common.runs.compare.curve_styles import CurveStyle, choose_curve_style
 from common.runs.compare.metric_curves import MAX_POINTS, Curve, Numbers, RunCurves
 from common.runs.compare.metric_names import SPEED, MetricLabel, compute_metric_order, label_metric
@@ -283,6 +284,7 @@ def render_page(
             style=(PAGE_FOLDER / "compare.css").read_text(),
             created=time.strftime("%Y-%m-%d %H:%M:%S"),
             max_points=MAX_POINTS,
+            complete_mb=sampled_rows.MAX_COMPLETE_BYTES >> 20,
             drawn_runs=drawn_runs,
             groups=groups,
             axis=choose_axis(runs),
