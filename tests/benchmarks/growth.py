@@ -21,6 +21,7 @@ from common.config.config import ROOT
 from common.data import prepare
 from common.runs.folder import RunFolder
 from common.runs.result import parse_result
+from common.system.text import format_count
 from configs.shared import Data
 from slurm.local_cluster.cables import Shape
 from tests.benchmarks import hosts
@@ -61,17 +62,17 @@ def compute_exponent(samples: Samples, sizes: Sequence[int], column: Column) -> 
 
 
 def make_growth_table(
-    samples: Samples, unit: str, sizes: Sequence[int], columns: Sequence[Column], bound: float | None = MAX_EXPONENT
+    samples: Samples, noun: str, sizes: Sequence[int], columns: Sequence[Column], bound: float | None = MAX_EXPONENT
 ) -> Table:
     """Return a table with a row per size, and a row of exponents, of which the first one may have a goal."""
     rows = []
     for size in sizes:
         cells: list[Cell] = [samples.number(f"{size}", column.name, column.factor) for column in columns]
-        rows.append(Row(f"{size:,} {unit}", cells))
+        rows.append(Row(format_count(size, noun), cells))
     exponents = [compute_exponent(samples, sizes, column) for column in columns]
-    label = f"exponent of growth, {sizes[-2]:,} to {sizes[-1]:,} {unit}"
+    label = f"exponent of growth, {sizes[-2]:,} to {format_count(sizes[-1], noun)}"
     rows.append(Row(label, exponents, bound, at_least=False))
-    return Table((f"number of {unit}", *(column.head for column in columns)), rows)
+    return Table((f"number of {noun}s", *(column.head for column in columns)), rows)
 
 
 def make_tasks(sizes: Sequence[int], measure: Callable[[int], dict[str, float]]) -> list[Task]:
@@ -199,34 +200,34 @@ PARTS = [
         "growth/runs",
         "commands that read many runs of 100 steps",
         run_sides,
-        lambda samples: make_growth_table(samples, "runs", RUN_COUNTS, RUN_COLUMNS),
+        lambda samples: make_growth_table(samples, "run", RUN_COUNTS, RUN_COLUMNS),
     ),
     Part(
         "growth/rows",
         f"make compare of {LONG_RUNS} long runs",
         row_sides,
-        lambda samples: make_growth_table(samples, "rows", ROW_COUNTS, ROW_COLUMNS),
+        lambda samples: make_growth_table(samples, "row", ROW_COUNTS, ROW_COLUMNS),
         facts=(f"{LONG_RUNS} runs",),
     ),
     Part(
         "growth/files",
         "preparing a folder of images",
         file_sides,
-        lambda samples: make_growth_table(samples, "files", FILE_COUNTS, FILE_COLUMNS),
+        lambda samples: make_growth_table(samples, "file", FILE_COUNTS, FILE_COLUMNS),
         facts=("images of 32 x 32 pixels",),
     ),
     Part(
         "growth/hosts",
         "a local cluster with many hosts",
         host_sides,
-        lambda samples: make_growth_table(samples, "hosts", HOST_COUNTS, HOST_COLUMNS, None),
+        lambda samples: make_growth_table(samples, "host", HOST_COUNTS, HOST_COLUMNS, None),
         missing=lambda: hosts.find_obstacle(Shape()),
     ),
     Part(
         "growth/ranks",
         "DDP with more ranks than cores",
         rank_sides,
-        lambda samples: make_growth_table(samples, "ranks", RANK_COUNTS, RANK_COLUMNS, None),
+        lambda samples: make_growth_table(samples, "rank", RANK_COUNTS, RANK_COLUMNS, None),
         facts=("1 thread per process", "batch size 64"),
     ),
 ]

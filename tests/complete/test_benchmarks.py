@@ -91,9 +91,9 @@ def test_the_exponent_of_growth_compares_the_two_largest_sizes() -> None:
             "100": {"seconds": [100.0, 20.0], "others": no_load},
         }
     )
-    table = growth.make_growth_table(samples, "files", (1, 10, 100), [growth.Column("ms", "seconds", 1e3)])
+    table = growth.make_growth_table(samples, "file", (1, 10, 100), [growth.Column("ms", "seconds", 1e3)])
     assert [row.what for row in table.rows] == [
-        "1 files",
+        "1 file",
         "10 files",
         "100 files",
         "exponent of growth, 10 to 100 files",
