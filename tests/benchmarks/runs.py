@@ -5,17 +5,26 @@ Every seventh run was started twice, and every eleventh failed half-way.
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.config.config import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
 DIFFERENT_RUNS = 22  # of `copy_runs`
+# A process of its own, because the peak memory of a child includes that of its parent at the time of the fork.
+MEASURE_COMMAND = """
+import json, resource, subprocess, sys, time
+start = time.perf_counter()
+subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)
+seconds = time.perf_counter() - start
+usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(json.dumps({"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime, "bytes": 1024 * usage.ru_maxrss}))
+"""
 
 
 def write_runs(runs: Path, count: int, steps: int) -> None:
@@ -71,12 +80,10 @@ def write_long_runs(runs: Path, count: int, rows: int) -> None:
 
 def measure_reading(runs: Path, command: Sequence[str]) -> dict[str, float]:
     """Return the seconds, the seconds of one core and the peak memory of a command that reads the runs in `runs`."""
-    start = time.perf_counter()
     arguments = [sys.executable, "-m", *command[:2], f"--runs-folder={runs}", *command[2:]]
-    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = status  # it has been waited for
-    if status:
-        raise RuntimeError(f"{' '.join(command)} failed")
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "cpu": usage.ru_utime + usage.ru_stime, "bytes": 1024.0 * usage.ru_maxrss}
+    process = subprocess.run(
+        [sys.executable, "-c", MEASURE_COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {process.stderr[-2000:]}")
+    return dict(json.loads(process.stdout))
