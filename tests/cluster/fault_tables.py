@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from pathlib import Path
 
+from common.runs.folder import read_json, write_json
 from tests.benchmarks.records import RESULTS, Record, Row, Table
 from tests.cluster.lab import CHECKPOINT_STEPS, STEPS
 
@@ -53,16 +54,45 @@ def format_redone(row: Struck) -> str:
     return "-" if row.redone is None else str(row.redone)
 
 
-def save(rows: list[Struck], seed: str, rounds: int, *, elastic: bool = False) -> None:
-    """Write every run, and the table of all faults, into the record of this machine and day."""
-    RESULTS.mkdir(exist_ok=True)
-    name = "elastic_faults" if elastic else "faults"
-    option = " --elastic" if elastic else ""
-    facts = {"seed": seed, "steps": STEPS, "every": CHECKPOINT_STEPS, "rows": [dataclasses.asdict(row) for row in rows]}
-    (RESULTS / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    command = f"python -m tests.cluster.faults{option} --rounds={rounds} --seed={seed}"
-    about = {"title": name.replace("_", " "), "command": command, "rounds": rounds}
-    Record().put_table(f"cluster/{name}", about, summarize_elastic(rows) if elastic else summarize(rows))
+@dataclasses.dataclass(frozen=True)
+class FaultRecord:
+    """The record of a plan of faults, which an interrupted command continues."""
+
+    seed: str
+    rounds: int
+    names: tuple[str, ...] = ()
+    """Names of the faults, or empty for all."""
+    elastic: bool = False
+
+    @property
+    def name(self) -> str:
+        return "elastic_faults" if self.elastic else "faults"
+
+    @property
+    def file(self) -> Path:
+        """File that contains every run."""
+        return RESULTS / f"{self.name}.json"
+
+    @property
+    def plan(self) -> dict[str, object]:
+        """Settings that must be equal for a plan to be continued."""
+        settings = {"seed": self.seed, "rounds": self.rounds, "names": list(self.names)}
+        return settings | {"steps": STEPS, "every": CHECKPOINT_STEPS, "commit": Record().commit}
+
+    def load(self) -> list[Struck]:
+        """Return the runs of this plan that an interrupted command has recorded at this commit."""
+        facts = read_json(self.file)
+        rows = facts.pop("rows", [])
+        return [Struck(**row) for row in rows] if facts == self.plan else []
+
+    def save(self, rows: list[Struck]) -> None:
+        """Write every run, and the table of all complete rounds of faults into the record of this machine and day."""
+        write_json(self.file, self.plan | {"rows": [dataclasses.asdict(row) for row in rows]})
+        option = " --elastic" if self.elastic else ""
+        command = f"python -m tests.cluster.faults{option} --rounds={self.rounds} --seed={self.seed}"
+        rounds = min(map(len, group_by_fault(rows).values()))
+        about = {"title": self.name.replace("_", " "), "command": command, "rounds": rounds}
+        Record().put_table(f"cluster/{self.name}", about, summarize_elastic(rows) if self.elastic else summarize(rows))
 
 
 def group_by_fault(rows: list[Struck]) -> dict[str, list[Struck]]:

@@ -1,11 +1,12 @@
 """Faults on a real SLURM cluster: each run is disturbed once and must end equal to an undisturbed run, to the bit.
 
-    python -m tests.cluster.faults [--rounds=N] [--seed=S] [--only NAME ...] [--skip=N] [--elastic] [--list]
+    python -m tests.cluster.faults [--rounds=N] [--seed=S] [--only NAME ...] [--elastic] [--list]
 
 A run uses two of three hosts; the third one is spare. ddp_multinode (on a folder of images, two data workers per rank)
 and mnist_pipeline alternate; faults of a single experiment are in NAME_faults.py. The step at which a fault strikes is
-drawn from a printed seed. The table is printed and written to tests/benchmarks/results/. slurm-wlm and iproute2 are
-required, and root for the fault that fills a disk.
+drawn from a printed seed. The table is printed and written to tests/benchmarks/results/. A command with the same
+arguments and seed continues after an interruption. slurm-wlm and iproute2 are required, and root for the fault that
+fills a disk.
 
 With --elastic, faults that do not damage checkpoints disturb runs with elastic=true. These may continue without another
 attempt. They are compared in float64 to 1e-9 and have a separate table.
@@ -32,7 +33,7 @@ from common.checkpoint.storage import CheckpointPath
 from common.runs.folder import RunFolder
 from tests.cluster import fault_kinds
 from tests.cluster.fault_kinds import Fault
-from tests.cluster.fault_tables import Struck, line, save, table
+from tests.cluster.fault_tables import FaultRecord, Struck, line, table
 from tests.cluster.lab import CHECKPOINT_STEPS, STEPS, USUAL_RATE, Lab, Running, laboratory, last_step, time_step_after
 from tests.harness.elastic import faulty_runs
 from tests.harness.experiments.discovery import import_experiment_modules
@@ -309,6 +310,14 @@ def plan_cases(rounds: int, names: list[str], *, elastic: bool = False) -> list[
     return cases
 
 
+def leave_out_untestable(cases: list[tuple[int, Fault, str]]) -> list[tuple[int, Fault, str]]:
+    """Return the cases that this user can test, and print the faults of the other ones."""
+    untestable = {fault.name for _, fault, _ in cases if fault.own_disk and os.getuid()}
+    for name in sorted(untestable):
+        print(f"NOT TESTED: {name}: {NO_DISK}", flush=True)
+    return [case for case in cases if case[1].name not in untestable]
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.cluster.faults", description=(__doc__ or "").partition("\n")[0]
@@ -316,7 +325,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(10**6)))
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=[fault.name for fault in FAULTS])
-    parser.add_argument("--skip", type=int, default=0, metavar="N", help="continue a plan after its first N cases")
     parser.add_argument("--elastic", action="store_true", help="strike runs with elastic=true")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(arguments)
@@ -324,16 +332,14 @@ def main(arguments: list[str]) -> int:
         print("\n".join(fault.name for fault in FAULTS))
         return 0
     print(f"seed {options.seed}", flush=True)
-    rows: list[Struck] = []
+    record = FaultRecord(options.seed, options.rounds, tuple(options.only), options.elastic)
+    rows = record.load()
     with contextlib.suppress(AssertionError), laboratory() as lab:
-        cases = plan_cases(options.rounds, options.only, elastic=options.elastic)
-        for number, fault, experiment in cases[options.skip :]:
-            if fault.own_disk and os.getuid():
-                print(f"NOT TESTED: {fault.name}: {NO_DISK}", flush=True)
-                continue
+        cases = leave_out_untestable(plan_cases(options.rounds, options.only, elastic=options.elastic))
+        for number, fault, experiment in cases[len(rows) :]:
             rows.append(disturb_run(lab, fault, experiment, f"{options.seed} {number}", elastic=options.elastic))
             print(f"{rows[-1]}", flush=True)
-            save(rows, options.seed, options.rounds, elastic=options.elastic)
+            record.save(rows)
         assert all(row.equal for row in rows)
     print(table([line(row) for row in rows]))
     return 0 if all(row.equal for row in rows) else 1
