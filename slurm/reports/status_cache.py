@@ -2,8 +2,8 @@
 
 runs/.status.json    the status of each run that has ended, and when the files of the run last changed
 
-The file only saves time. If it is missing or damaged, or if the user may not write it, each run folder is read. This
-module does not import torch.
+The file only saves time. If it is missing or damaged, each run folder is read. If it cannot be written, the command
+continues without writing it. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -19,20 +19,16 @@ from typing import Any
 from common.runs.description import NOTES_FILE
 from common.runs.folder import RunFolder, read_json, write_atomic
 from common.system.errors import UserError
-from slurm.reports.status import FINAL_STATES, Status, read_status
+from slurm.reports.status import Status, read_status
 
 FILE_NAME = ".status.json"
 FORMAT = 1  # increased if the status of the same run folder changes
-CACHED_STATES = set(FINAL_STATES) - {"LOST"}
-"""States that do not change until a file of the run changes. The state LOST also depends on processes and SLURM."""
-FIELDS = [field.name for field in dataclasses.fields(Status)]
+FIELDS = frozenset(field.name for field in dataclasses.fields(Status)) - {"run"}
+"""Names of the stored values of a status. The name of the run is the key."""
 WATCHED_PATHS = ("", "/result.json", f"/{NOTES_FILE}", "/attempts")
 """Paths in a run folder of which at least one changes with the status of an ended run."""
 SETTLING_SECONDS = 2.0
 """A run whose files have changed more recently is not stored. A further change may get the same time stamp."""
-
-Times = list[int]
-Entry = tuple[Times, dict[str, Any]]
 
 
 class StatusCache:
@@ -41,29 +37,29 @@ class StatusCache:
     def __init__(self, runs: Path) -> None:
         self.file = runs / FILE_NAME
         content = read_json(self.file)
-        is_readable = content.get("format") == FORMAT and content.get("fields") == FIELDS
-        self.entries: dict[str, Entry] = content["runs"] if is_readable else {}
+        entries = content.get("runs")
+        is_readable = content.get("format") == FORMAT and isinstance(entries, dict)
+        self.entries: dict[str, Any] = entries if is_readable else {}
         self.has_changed = False
 
     def read_status(self, folder: RunFolder) -> Status:
         """Return the status of a run, from the stored statuses if the run has not changed since."""
         name = folder.path.name
         times = read_change_times(folder.path)
-        stored = self.entries.get(name)
-        if stored is not None and stored[0] == times:
-            values = stored[1]
-            if all(value.isprintable() for value in values.values() if isinstance(value, str)):
-                return restore_status(name, values)
+        entry = self.entries.get(name)
+        if is_valid_entry(entry) and entry["times"] == times:
+            return restore_status(name, entry["status"])
         status = read_status(folder)
-        if status.state in CACHED_STATES and time.time() - max(times) / 1e9 > SETTLING_SECONDS:
-            self.entries[name] = (times, store_status(status))
+        # Without a result, the state depends on processes and on SLURM.
+        if folder.result and status.has_ended and time.time() - max(times) / 1e9 > SETTLING_SECONDS:
+            self.entries[name] = {"times": times, "status": store_status(status)}
             self.has_changed = True
         return status
 
     def save(self) -> None:
         """Write the statuses if they have changed. Nothing is written if the folder of runs cannot be written."""
         if self.has_changed:
-            content = {"format": FORMAT, "fields": FIELDS, "runs": self.entries}
+            content = {"format": FORMAT, "runs": self.entries}
             with contextlib.suppress(OSError, UserError):
                 write_atomic(self.file, json.dumps(content))
 
@@ -75,7 +71,17 @@ class StatusCache:
             self.has_changed = True
 
 
-def read_change_times(path: Path) -> Times:
+def is_valid_entry(entry: Any) -> bool:
+    """Return whether an entry of the file contains a status whose text can be printed."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("status"), dict):
+        return False
+    values = entry["status"]
+    if values.keys() != FIELDS or "times" not in entry:
+        return False
+    return all(value.isprintable() for value in values.values() if isinstance(value, str))
+
+
+def read_change_times(path: Path) -> list[int]:
     """Return when each of the watched paths in a run folder last changed, in ns since 1970, or 0 if it is missing."""
     times = []
     for suffix in WATCHED_PATHS:
@@ -89,7 +95,6 @@ def read_change_times(path: Path) -> Times:
 def store_status(status: Status) -> dict[str, Any]:
     """Return the status as JSON values. The age of the heartbeat becomes the time of the heartbeat."""
     values = {name: getattr(status, name) for name in FIELDS}
-    del values["run"]
     if status.heartbeat is not None:
         values["heartbeat"] = time.time() - status.heartbeat
     return values

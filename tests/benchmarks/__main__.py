@@ -95,27 +95,31 @@ def measure(part: Part, record: Record, seconds: float, rounds: int, earlier: Sa
         return interleave(part.sides(scratch), pace, keep, earlier)
 
 
-def describe_rest(parts: Sequence[Part], record: Record, rounds: int) -> str:
+def describe_missing_rounds(parts: Sequence[Part], record: Record, rounds: int) -> str:
     """Return how many parts are incomplete, and about how long they will take. Without incomplete parts, empty."""
     seconds = 0.0
-    unknown_count = 0
-    incomplete_count = 0
+    started_count = 0
+    new_count = 0
     for part in parts:
         missing = count_missing_rounds(part, record, rounds)
-        if not missing or part.missing():
-            continue
-        incomplete_count += 1
         round_seconds = record.content["parts"].get(part.name, {}).get("round_seconds")
-        if round_seconds is None:
-            unknown_count += 1
-        else:
+        if missing and round_seconds is not None:
+            started_count += 1
             seconds += missing * round_seconds
-    if not incomplete_count:
+        elif missing:
+            new_count += 1
+    phrases = []
+    if started_count:
+        duration = format_count(max(1, math.ceil(seconds / 60)), "minute")
+        phrases.append(f"{format_count(started_count, 'part')} incomplete (about {duration} left)")
+    if new_count:
+        phrases.append(f"{format_count(new_count, 'part')} not measured yet")
+    if not phrases:
         return ""
-    text = f"{format_count(incomplete_count, 'part')} incomplete"
-    if unknown_count < incomplete_count:
-        text += f", about {math.ceil(seconds / 60)} minutes left"
-    return text + (f", not counting {format_count(unknown_count, 'part')} never measured" if unknown_count else "")
+    remedy = "to continue, repeat the command"
+    if not record.is_resumable:
+        remedy = "the command continues only at a commit without uncommitted changes"
+    return f"{', '.join(phrases)}; {remedy}"
 
 
 def print_summary(record: Record, left_out: dict[str, str]) -> None:
@@ -142,31 +146,31 @@ def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int
     parts = choose_parts(names)
     record = Record(folder)
     deadline = time.monotonic() + 60 * minutes
-    left_out: dict[str, str] = {}
     machine = record.content["machine"]
     torch_version = record.content["versions"]["torch"]
     print(f"{machine['cpu']}, {machine['cores']} cores, torch {torch_version}; budget {minutes:g} minutes")
-    incomplete = [part for part in parts if count_missing_rounds(part, record, rounds)]
+    measurable = [part for part in parts if not part.missing()]
+    left_out = {part.name: part.missing() for part in parts if part not in measurable}
+    incomplete = [part for part in measurable if count_missing_rounds(part, record, rounds)]
+    chosen = incomplete or measurable
     status = 0
     try:
-        for number, part in enumerate(incomplete or parts):
+        for number, part in enumerate(chosen):
             seconds_left = deadline - time.monotonic()
             earlier = record.find_samples(part.name) if incomplete else Samples()
-            if reason := part.missing():
-                left_out[part.name] = reason
-            elif seconds_left <= 0:
+            if seconds_left <= 0:
                 left_out[part.name] = f"the budget was used up; make bench NAME={part.name}"
-            else:
-                try:
-                    measure(part, record, seconds_left / (len(incomplete or parts) - number), rounds, earlier)
-                except FAILURES as error:  # the other parts are measured all the same
-                    left_out[part.name] = f"failed: {error}"
-                    status = 1
+                continue
+            try:
+                measure(part, record, seconds_left / (len(chosen) - number), rounds, earlier)
+            except FAILURES as error:  # the other parts are measured all the same
+                left_out[part.name] = f"failed: {error}"
+                status = 1
     except KeyboardInterrupt:
         status = 130
     print_summary(record, left_out)
-    if rest := describe_rest(parts, record, rounds):
-        print(f"{rest}; to continue, repeat the command")
+    if message := describe_missing_rounds(measurable, record, rounds):
+        print(message)
     return status
 
 

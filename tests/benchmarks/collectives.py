@@ -53,7 +53,8 @@ def name_point(op: str, size: int) -> str:
 def run_once(scratch: Path, settings: tuple[str, ...], count: int, rate: str) -> tuple[RunFolder, dict[str, float]]:
     """Run the experiment on two ranks of this host, or with a rank on each of `count` hosts.
 
-    Returns also the share of the machine that other programs used, if the caller cannot measure it.
+    Also returns `others`, the load of other programs, for a run on a cluster. Without a cluster, the dict is empty,
+    because `Samples.add` measures the load.
     """
     if not count:
         return finish(scratch, RUN, NAME, "processes_per_node=2", *settings), {}

@@ -47,7 +47,7 @@ class BenchmarkCluster(NamedTuple):
     """First process of the cluster. All processes of jobs and daemons are its descendants."""
 
     def measure_load(self) -> Load:
-        """Return the present load. The processes of the cluster are not other programs."""
+        """Return the present load. The processes of the cluster count as part of the benchmark."""
         return Load.now(self.process.pid)
 
 

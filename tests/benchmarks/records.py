@@ -96,7 +96,8 @@ class Record:
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.written: list[str] = []  # the parts that this record was given
         self.commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
-        self.has_changes = bool(provenance.run_git("status", "--porcelain"))
+        # Without a commit, and with uncommitted changes, the code of earlier rounds is unknown.
+        self.is_resumable = self.commit is not None and not provenance.run_git("status", "--porcelain")
 
         versions: Json = {"python": platform.python_version()}
         for package in PACKAGES:
@@ -111,9 +112,9 @@ class Record:
         self.put_table(name, part | counts | {"samples": samples.values}, table)
 
     def find_samples(self, name: str) -> Samples:
-        """Return the rounds of a part that were measured before, or no rounds if the code has changed since."""
+        """Return the rounds of a part that this process or an earlier one has measured with the same code."""
         part = self.content["parts"].get(name, {})
-        is_same_code = self.commit is not None and part.get("commit") == self.commit and not self.has_changes
+        is_same_code = name in self.written or (self.is_resumable and part.get("commit") == self.commit)
         if not is_same_code or "samples" not in part:
             return Samples()
         values: dict[str, dict[str, list[float]]] = {}

@@ -15,8 +15,8 @@ from pathlib import Path
 from common.config.config import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
-DIFFERENT_RUNS = 22  # of `copy_runs`
-# A process of its own, because the peak memory of a child includes that of its parent at the time of the fork.
+DIFFERENT_RUNS = 22  # number of different runs that `copy_runs` copies
+# A separate process, because the peak memory of a child includes that of its parent at the time of the fork.
 MEASURE_COMMAND = """
 import json, resource, subprocess, sys, time
 start = time.perf_counter()

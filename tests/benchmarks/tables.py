@@ -29,6 +29,7 @@ from typing import Any
 from common.config.config import ROOT
 from common.runs.folder import write_atomic, write_json
 from common.system.errors import UserError, exit_on_user_error
+from common.system.text import format_count
 from tests.benchmarks import figures, labels, records
 from tests.benchmarks.measure import ENOUGH
 
@@ -166,9 +167,10 @@ def require_enough_rounds(name: str, part: Mapping[str, Any]) -> None:
     """Raise UserError if a part was measured in rounds, and too few of them were undisturbed."""
     count = records.count_undisturbed_rounds(part)
     if count is not None and count < ENOUGH:
+        option = "more MINUTES" if "samples" in part else f"--rounds={ENOUGH}"
         raise UserError(
-            f"{name} has {count} undisturbed rounds, but a published table needs {ENOUGH}; "
-            f"repeat `{part['command']}` on a quiet machine, with more MINUTES"
+            f"{name} has {format_count(count, 'undisturbed round')}, but a published table needs {ENOUGH}; "
+            f"repeat `{part['command']}` on a quiet machine, with {option}"
         )
 
 

@@ -1,8 +1,9 @@
-"""The time of commands: from the command to the first step, here and on a cluster, and reading many runs."""
+"""The time from a command to the first step, on this machine and on a cluster."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -15,10 +16,10 @@ from pathlib import Path
 
 from common.config.config import ROOT
 from common.data.prepare import prepare_digits
+from tests.benchmarks import hosts
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.parts import Part, environment
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
-from tests.benchmarks.runs import measure_reading, write_runs
 
 SCRIPT = "experiments/mnist_pipeline.py"
 FIRST_ROW_TIMEOUT = 300.0  # seconds until a start counts as failed
@@ -151,15 +152,21 @@ def measure_bare_sbatch(scratch: Path, env: dict[str, str], settings: list[str])
 
 
 def cluster_sides(scratch: Path) -> list[Task]:
-    env = os.environ | {"CLUSTER_DIR": str(scratch), "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     prepare_digits(scratch / "cache")
     settings = ["data.name=digits", f"data.cache={scratch}/cache", "steps=20", "data.test_limit=100"]
-    call(env, "slurm", "cluster", "up", "--nodes", "2")
-    atexit.register(call, env, "slurm", "cluster", "down")
-    return [
-        Task("make exp", lambda number: measure_submission(scratch, env, settings)),
-        Task("bare sbatch", lambda number: measure_bare_sbatch(scratch, env, settings)),
-    ]
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    cluster = stack.enter_context(hosts.local_cluster(scratch, 2))
+
+    def make_task(name: str, measure: Callable[[Path, dict[str, str], list[str]], dict[str, float]]) -> Task:
+        def run(number: int) -> dict[str, float]:
+            before = cluster.measure_load()
+            measured = measure(scratch, dict(cluster.env), settings)
+            return measured | {"others": cluster.measure_load().compute_other_share(before)}
+
+        return Task(name, run)
+
+    return [make_task("make exp", measure_submission), make_task("bare sbatch", measure_bare_sbatch)]
 
 
 def cluster_table(samples: Samples) -> Table:
@@ -176,29 +183,6 @@ def no_slurm() -> str:
         if not shutil.which(name, path=path):
             return f"{name} is missing: apt-get install slurm-wlm"
     return ""
-
-
-# ---- reading many runs
-
-
-RUN_COUNT = 500
-STEPS_PER_RUN = 2000
-READERS = {"make compare LAST=50": ["slurm", "compare", "--last=50"], "make status": ["slurm", "status"]}
-
-
-def make_reading_task(runs: Path, name: str) -> Task:
-    return Task(name, lambda number: measure_reading(runs, READERS[name]))
-
-
-def reading_sides(scratch: Path) -> list[Task]:
-    runs = scratch / "runs"
-    write_runs(runs, RUN_COUNT, STEPS_PER_RUN)
-    return [make_reading_task(runs, name) for name in READERS]
-
-
-def reading_table(samples: Samples) -> Table:
-    rows = [Row(side, [samples.number(side), samples.number(side, "cpu")]) for side in samples.values]
-    return Table(("command", "s", "s of one core"), rows)
 
 
 PARTS = [
@@ -218,5 +202,4 @@ PARTS = [
         drop=1,
         missing=no_slurm,
     ),
-    Part("tools/reading", f"reading {RUN_COUNT} runs of {STEPS_PER_RUN} steps", reading_sides, reading_table),
 ]

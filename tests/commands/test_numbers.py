@@ -297,8 +297,9 @@ def test_a_further_round_replaces_a_disturbed_one(capsys: pytest.CaptureFixture[
 def test_a_repeated_command_adds_the_missing_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second call continues. The third one finds a complete part, and the fourth one another commit."""
+    """The second call continues. The third one finds a complete part. Later calls cannot continue."""
     numbers: list[int] = []
+    outputs = {"rev-parse": "abc"}
 
     def run(number: int) -> dict[str, float]:
         numbers.append(number)
@@ -308,18 +309,25 @@ def test_a_repeated_command_adds_the_missing_rounds(
 
     part = Part("x/y", "", lambda scratch: [Task("side", run)], lambda samples: Table(("", "s"), []), rounds=4)
     monkeypatch.setattr(bench, "all_parts", lambda: [part])
-    monkeypatch.setattr(records.provenance, "run_git", lambda *words: {"rev-parse": "abc"}.get(words[0], ""))
+    monkeypatch.setattr(records.provenance, "run_git", lambda *words: outputs.get(words[0], ""))
 
     assert bench.main([], 1, 0, tmp_path) == 130
-    assert re.search(r"1 part incomplete, about \d+ minutes left; to continue, repeat", capsys.readouterr().out)
+    assert "1 part incomplete (about 1 minute left); to continue, repeat the command" in capsys.readouterr().out
     assert bench.main([], 1, 0, tmp_path) == 0
     assert numbers == [0, 1, 2, 2, 3]
     assert "incomplete" not in capsys.readouterr().out
     bench.main([], 1, 0, tmp_path)
     assert numbers[5:] == [0, 1, 2, 3]
-    monkeypatch.setattr(records.provenance, "run_git", lambda *words: {"rev-parse": "def"}.get(words[0], ""))
-    bench.main([], 1, 2, tmp_path)
-    assert numbers[9:] == [0, 1]
+
+    outputs["rev-parse"] = "def"
+    bench.main([], 1, 6, tmp_path)
+    assert numbers[9:] == [0, 1, 2, 3, 4, 5]
+    outputs["status"] = " M file"
+    bench.main([], 1, 7, tmp_path)
+    assert numbers[15:] == [0, 1, 2, 3, 4, 5, 6]
+    assert "incomplete" not in capsys.readouterr().out
+    assert bench.main([], 1e-9, 8, tmp_path) == 0
+    assert "the command continues only at a commit without uncommitted changes" in capsys.readouterr().out
 
 
 def test_disturbed_rounds_are_left_out_where_enough_others_are_left() -> None:

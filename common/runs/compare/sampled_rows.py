@@ -1,14 +1,16 @@
 """Read the metric rows of a run for its curves, and only a sample of them from a long run.
 
 The rows of a million steps take more than 100 MB, and a chart shows a few hundred points. From a large metrics.jsonl,
-pairs of consecutive training rows are read at positions that are evenly spaced in the file. Further positions are
-log-spaced, for a logarithmic axis. All evaluations are read. This module does not import torch.
+pairs of consecutive rows are read at positions that are evenly spaced in the file. Further positions are log-spaced,
+for a logarithmic axis. Evaluations, and rows with other values that most rows lack, are all read, up to MAX_RARE_ROWS
+for each value. This module does not import torch.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -22,19 +24,18 @@ EVEN_POSITIONS = 800
 LOG_SPACED_POSITIONS = 160
 FIRST_LOG_SPACED_BYTE = 64
 ROWS_PER_POSITION = 2  # the speed is computed from consecutive rows
-MAX_EVALUATIONS = 2000
-EVALUATION_MARK = b'"test_'  # begins the name of a value that only evaluations have
+MAX_RARE_ROWS = 2000
+EVALUATION_TEXT = b'"test_'  # with this text, the name of each value of an evaluation begins
 BLOCK_BYTES = 1 << 20
 SHORT_READ_BYTES = 1 << 10  # contains several rows of usual length
 
 Row = dict[str, Any]
+Lines = dict[int, bytes]
+"""Lines of a file by their position. Each line ends with a line break."""
 
 
 def read_rows_for_curves(folder: RunFolder) -> Iterator[Row | None]:
-    """Yield the rows of a run that its curves need, or None where training rows were left out.
-
-    Of an attempt whose rows are sampled, the evaluations follow the training rows.
-    """
+    """Yield the rows of a run that its curves need, or None where rows were left out."""
     for part in folder.list_attempt_parts():
         file = part.attempt.metrics_file
         if not file.exists() or file.stat().st_size <= MAX_COMPLETE_BYTES:
@@ -45,22 +46,22 @@ def read_rows_for_curves(folder: RunFolder) -> Iterator[Row | None]:
 
 
 def sample_rows(part: AttemptPart, file: BinaryIO) -> Iterator[Row | None]:
-    """Yield a sample of the rows of one attempt, as described in `read_rows_for_curves`."""
+    """Yield a sample of the rows of one attempt in their order, or None where rows were left out."""
     end = find_end(file, part.rows)
-    for lines in read_pairs(file, end):
-        yield None
-        for row in parse_rows(lines):
-            counts = row is not None and not is_evaluation(row) and part.includes_step(row["global_step"])
-            yield row if counts else None
+    lines = read_pairs(file, end)
+    for text in (EVALUATION_TEXT, *find_rare_texts(file, end, lines)):
+        lines |= read_lines_with_text(file, end, text)
 
-    yield None
-    for row in parse_rows(read_evaluation_lines(file, end)):
-        if row is not None and is_evaluation(row) and part.includes_step(row["global_step"]):
-            yield row
+    expected_position = 0
+    for position, row in zip(sorted(lines), parse_lines(lines), strict=True):
+        if position != expected_position:
+            yield None
+        yield row if row is not None and part.includes_step(row["global_step"]) else None
+        expected_position = position + len(lines[position])
 
 
 def find_end(file: BinaryIO, line_count: int | None) -> int:
-    """Return the position behind the first `line_count` lines of a file, or the size of the file for None."""
+    """Return the position after the first `line_count` lines of a file, or the size of the file for None."""
     if line_count is None:
         return file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -75,28 +76,29 @@ def find_end(file: BinaryIO, line_count: int | None) -> int:
 def choose_positions(end: int) -> list[int]:
     """Return the positions in a file at which rows are read, in ascending order."""
     even = np.linspace(0, end, EVEN_POSITIONS, endpoint=False)
-    log_spaced = np.geomspace(FIRST_LOG_SPACED_BYTE, end, LOG_SPACED_POSITIONS, endpoint=False)
-    return list(map(int, np.unique(np.concatenate([even, log_spaced]).astype(np.int64))))
+    log_spaced = np.geomspace(FIRST_LOG_SPACED_BYTE, max(end, FIRST_LOG_SPACED_BYTE), LOG_SPACED_POSITIONS)
+    positions = np.unique(np.concatenate([even, log_spaced]).astype(np.int64))
+    return [int(position) for position in positions if position < end]
 
 
-def read_pairs(file: BinaryIO, end: int) -> Iterator[list[str]]:
-    """Yield a few consecutive lines at each position, and the last lines before `end`. No line is yielded twice."""
+def read_pairs(file: BinaryIO, end: int) -> Lines:
+    """Return a few consecutive lines at each position, and the last lines before `end`."""
+    lines: Lines = {}
     read_until = 0
     for position in choose_positions(end):
         if position >= read_until:
-            start, lines = read_lines(file, position, end, ROWS_PER_POSITION)
-            read_until = start + sum(map(len, lines))
-            yield decode_lines(lines)
+            pair = read_lines(file, position, end, ROWS_PER_POSITION)
+            lines |= pair
+            read_until = max((start + len(line) for start, line in pair.items()), default=read_until)
 
-    position = max(read_until, end - BLOCK_BYTES)
-    _, lines = read_lines(file, position, end)
-    yield decode_lines(lines[-ROWS_PER_POSITION:])
+    last_lines = read_lines(file, max(read_until, end - BLOCK_BYTES), end)
+    return lines | dict(list(last_lines.items())[-ROWS_PER_POSITION:])
 
 
-def read_lines(file: BinaryIO, position: int, end: int, count: int | None = None) -> tuple[int, list[bytes]]:
-    """Return the first `count` complete lines that start at or behind a position, and where the first one starts.
+def read_lines(file: BinaryIO, position: int, end: int, count: int | None = None) -> Lines:
+    """Return the first `count` complete lines that start at or after a position and end before `end`.
 
-    Without `count`, returns all complete lines before `end`. Fewer lines are returned if fewer precede `end`.
+    Without `count`, returns all of these lines.
     """
     before = max(0, position - 1)  # a line starts at the position if the byte before it is a line break
     size = SHORT_READ_BYTES if count else end - before
@@ -104,45 +106,69 @@ def read_lines(file: BinaryIO, position: int, end: int, count: int | None = None
         file.seek(before)
         text = file.read(min(size, end - before))
         start = text.find(b"\n") + 1 if position else 0
-        lines = [line for line in text[start:].splitlines(keepends=True) if line.endswith(b"\n")]
-        has_enough = count is not None and len(lines) >= count and (start or not position)
+        complete = [line for line in text[start:].splitlines(keepends=True) if line.endswith(b"\n")]
+        has_enough = count is not None and len(complete) >= count and (start or not position)
         if has_enough or before + size >= end:
             break
         size *= 4  # the rows are longer than usual
-    return before + start, lines[:count]
+    lines: Lines = {}
+    for line in complete[:count]:
+        lines[before + start] = line
+        start += len(line)
+    return lines
 
 
-def read_evaluation_lines(file: BinaryIO, end: int) -> list[str]:
-    """Return the lines before `end` that contain an evaluation, or MAX_EVALUATIONS of them."""
-    positions = find_evaluations(file, end)
-    if len(positions) > MAX_EVALUATIONS:
-        chosen = np.linspace(0, len(positions) - 1, MAX_EVALUATIONS).astype(np.int64)
+def parse_lines(lines: Lines) -> list[Row | None]:
+    """Return the rows in lines, in the order of their positions. For a damaged line, the row is None."""
+    return parse_rows([lines[position].decode(errors="replace") for position in sorted(lines)])
+
+
+def find_rare_texts(file: BinaryIO, end: int, sample: Lines) -> list[bytes]:
+    """Return texts that occur in all rows with a value that less than half of the rows contain.
+
+    The rows in the sample and at the start of the file are counted. A sample of a long file may lack a value that every
+    1,000th row contains. Values of evaluations are not counted. Of values that occur in the same rows, the text of the
+    first one is returned.
+    """
+    lines = sample | read_lines(file, 0, min(end, BLOCK_BYTES))
+    rows = [row for row in parse_lines(lines) if row is not None and not is_evaluation(row)]
+    row_numbers: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        for name in row:
+            row_numbers.setdefault(name, []).append(number)
+    texts: dict[tuple[int, ...], bytes] = {}
+    for name, numbers in row_numbers.items():
+        if 2 * len(numbers) < len(rows):
+            texts.setdefault(tuple(numbers), f"{json.dumps(name)}:".encode())
+    return list(texts.values())
+
+
+def read_lines_with_text(file: BinaryIO, end: int, text: bytes) -> Lines:
+    """Return the complete lines before `end` that contain a text, or MAX_RARE_ROWS of them."""
+    positions = find_lines_with_text(file, end, text)
+    if len(positions) > MAX_RARE_ROWS:
+        chosen = np.linspace(0, len(positions) - 1, MAX_RARE_ROWS).astype(np.int64)
         positions = [positions[number] for number in chosen]
-    lines = []
+    lines: Lines = {}
     for position in positions:
-        lines += read_lines(file, position, end, 1)[1]
-    return decode_lines(lines)
+        lines |= read_lines(file, position, end, 1)
+    return lines
 
 
-def find_evaluations(file: BinaryIO, end: int) -> list[int]:
-    """Return the position of each complete line before `end` that contains an evaluation."""
+def find_lines_with_text(file: BinaryIO, end: int, text: bytes) -> list[int]:
+    """Return the position of each complete line before `end` that contains a text."""
     positions = []
     file.seek(0)
     block_start = 0
     while block := file.read(min(BLOCK_BYTES, end - block_start)):
         last_break = block.rfind(b"\n") + 1
-        if not last_break:  # a line longer than a block is no row
+        if not last_break:  # a line that is longer than a block is not a row
             block_start += len(block)
             continue
-        mark = block.find(EVALUATION_MARK, 0, last_break)
-        while mark >= 0:
-            positions.append(block_start + block.rfind(b"\n", 0, mark) + 1)
-            mark = block.find(EVALUATION_MARK, block.index(b"\n", mark), last_break)
+        found = block.find(text, 0, last_break)
+        while found >= 0:
+            positions.append(block_start + block.rfind(b"\n", 0, found) + 1)
+            found = block.find(text, block.index(b"\n", found), last_break)
         block_start += last_break
         file.seek(block_start)
     return positions
-
-
-def decode_lines(lines: Sequence[bytes]) -> list[str]:
-    """Return lines as text. Invalid bytes are replaced."""
-    return [line.decode(errors="replace") for line in lines]

@@ -16,11 +16,10 @@ STEPS = 60_000
 STEPS_PER_EVALUATION = 5_000
 
 
-def format_training_row(step: int, *, padding: int = 0) -> str:
-    """Return a line of metrics.jsonl. `padding` is the number of digits of a further value."""
-    further = f', "further": 0.{"1" * padding}' if padding else ""
+def format_training_row(step: int, further: str = "") -> str:
+    """Return a line of metrics.jsonl, with further values."""
     position = f'"global_step": {step}, "samples": {64 * step}, "time": {0.01 * step:.2f}'
-    return f'{{{position}, "loss": {1 + 1 / step:.15f}, "gradient_norm": 1.000000000000000{further}}}\n'
+    return f'{{{position}, "loss": {2 - step / STEPS:.15f}, "gradient_norm": 1.000000000000000{further}}}\n'
 
 
 def format_evaluation_row(step: int) -> str:
@@ -81,7 +80,7 @@ def test_curves_of_a_sample_follow_those_of_all_rows(folder: RunFolder) -> None:
     complete = metric_curves.read_curves(folder.read_rows())
 
     loss = sampled.steps["loss"]
-    assert loss.value[1:] == pytest.approx(1 + 1 / loss.positions[1:, 0], rel=0.05)
+    assert loss.value == pytest.approx(2 - loss.positions[:, 0] / STEPS, abs=0.01)
     assert sampled.steps["step_time"].value == pytest.approx(0.01)
     assert sampled.steps.keys() == complete.steps.keys()
     for name, curve in complete.tests.items():
@@ -115,18 +114,40 @@ def test_damaged_lines_are_left_out_of_a_sample(folder: RunFolder) -> None:
 def test_long_rows_are_sampled(folder: RunFolder) -> None:
     attempt = folder.claim_attempt()
     attempt.record_parent_attempt(None, 0)
-    attempt.metrics_file.write_text("".join(format_training_row(step, padding=5000) for step in range(1, 2001)))
+    further = f', "further": 0.{"1" * 5000}'
+    attempt.metrics_file.write_text("".join(format_training_row(step, further) for step in range(1, 2001)))
 
     rows = list_sampled(folder)
-    assert all(row == json.loads(format_training_row(row["global_step"], padding=5000)) for row in rows)
+    assert all(row == json.loads(format_training_row(row["global_step"], further)) for row in rows)
     assert len(list_training_steps(rows)) > 800
 
 
-def test_a_sample_contains_at_most_2000_evaluations(folder: RunFolder) -> None:
+def test_a_sample_contains_all_values_that_are_logged_in_few_steps(folder: RunFolder) -> None:
+    attempt = folder.claim_attempt()
+    attempt.record_parent_attempt(None, 0)
+    lines = []
+    for step in range(1, STEPS + 1):
+        further = ', "scale": 2, "offset": 1' if step % 1000 == 0 else ""
+        lines.append(format_training_row(step, further))
+    attempt.metrics_file.write_text("".join(lines))
+
+    curves = metric_curves.read_curves(sampled_rows.read_rows_for_curves(folder)).steps
+    for name in ("scale", "offset"):
+        assert list(curves[name].positions[:, 0]) == list(range(1000, STEPS + 1, 1000))
+    assert list_training_steps(list_sampled(folder)) == sorted(set(list_training_steps(list_sampled(folder))))
+
+
+def test_an_attempt_of_which_no_row_counts_is_left_out(folder: RunFolder) -> None:
+    write_attempt(folder, range(1, STEPS + 1))
+    write_attempt(folder, range(1, 11), parent=(1, 0, 0))
+    assert list_training_steps(list_sampled(folder)) == list(range(1, 11))
+
+
+def test_the_number_of_evaluations_in_a_sample_is_limited(folder: RunFolder) -> None:
     attempt = folder.claim_attempt()
     attempt.record_parent_attempt(None, 0)
     attempt.metrics_file.write_text("".join(map(format_evaluation_row, range(1, STEPS + 1))))
     steps = list_evaluated_steps(list_sampled(folder))
-    assert len(steps) == sampled_rows.MAX_EVALUATIONS
+    assert sampled_rows.MAX_RARE_ROWS <= len(steps) <= 2 * sampled_rows.MAX_RARE_ROWS
     assert steps[0] == 1
     assert steps[-1] == STEPS

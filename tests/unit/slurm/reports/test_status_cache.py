@@ -21,14 +21,18 @@ from tests.harness.runs.synthetic_runs import SyntheticRun
 HOUR = 3600
 
 
-def write_old_run(runs: Path, **options: Any) -> RunFolder:
-    """Write a run whose files last changed an hour ago."""
+def write_old_run(runs: Path, *, age: float = HOUR, **options: Any) -> RunFolder:
+    """Write a run whose files last changed `age` seconds ago."""
     folder = SyntheticRun(**options).write(runs)
+    set_age(folder, age)
+    return folder
+
+
+def set_age(folder: RunFolder, age: float) -> None:
     for suffix in WATCHED_PATHS:
         path = Path(f"{folder.path}{suffix}")
         if path.exists():
-            os.utime(path, (time.time() - HOUR, time.time() - HOUR))
-    return folder
+            os.utime(path, (time.time() - age, time.time() - age))
 
 
 def list_statuses(runs: Path) -> list[dict[str, Any]]:
@@ -88,12 +92,21 @@ def test_a_change_of_a_run_is_noticed(tmp_path: Path, change: Callable[[RunFolde
 
 
 def test_only_ended_runs_that_changed_long_ago_are_stored(tmp_path: Path) -> None:
-    SyntheticRun(number=0).write(tmp_path)
+    write_old_run(tmp_path, age=-HOUR, number=0)
     write_old_run(tmp_path, number=1, state="running")
     write_old_run(tmp_path, number=2, state="lost")
     failed = write_old_run(tmp_path, number=3, state="failed")
     list_statuses(tmp_path)
     assert list_stored_runs(tmp_path) == [failed.path.name]
+
+
+def test_a_damaged_result_is_read_each_time(tmp_path: Path) -> None:
+    folder = write_old_run(tmp_path)
+    (folder.path / "result.json").write_text("{")
+    set_age(folder, HOUR)
+    (status,) = list_statuses(tmp_path)
+    assert status["detail"].startswith("result.json is damaged")
+    assert not (tmp_path / FILE_NAME).exists()
 
 
 def test_the_status_of_a_deleted_run_is_forgotten(tmp_path: Path) -> None:
@@ -104,11 +117,23 @@ def test_the_status_of_a_deleted_run_is_forgotten(tmp_path: Path) -> None:
     assert list_stored_runs(tmp_path) == [kept.path.name]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}', '{"format": 99, "runs": {}}', '{"format": 1, "runs"'])
+DAMAGED_FILES = [
+    "",
+    "[]",
+    '{"format": 1}',
+    '{"format": 1, "runs"',
+    '{"format": 1, "runs": []}',
+    '{"format": 1, "runs": {"RUN": []}}',
+    '{"format": 1, "runs": {"RUN": {"times": [], "status": {}}}}',
+    '{"format": 99, "runs": {}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED_FILES)
 def test_a_damaged_file_is_replaced(tmp_path: Path, content: str) -> None:
     folder = write_old_run(tmp_path)
     before = list_statuses(tmp_path)
-    (tmp_path / FILE_NAME).write_text(content)
+    (tmp_path / FILE_NAME).write_text(content.replace("RUN", folder.path.name))
     assert list_statuses(tmp_path) == before
     assert list_stored_runs(tmp_path) == [folder.path.name]
 
@@ -125,6 +150,6 @@ def test_stored_text_cannot_control_the_terminal(tmp_path: Path) -> None:
     before = list_statuses(tmp_path)
     content = json.loads((tmp_path / FILE_NAME).read_text())
     (entry,) = content["runs"].values()
-    entry[1]["detail"] = "\033[2J"
+    entry["status"]["detail"] = "\033[2J"
     write_json(tmp_path / FILE_NAME, content)
     assert list_statuses(tmp_path) == before
