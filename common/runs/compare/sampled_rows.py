@@ -26,6 +26,7 @@ FIRST_LOG_SPACED_BYTE = 64
 ROWS_PER_POSITION = 2  # the speed is computed from consecutive rows
 MAX_RARE_ROWS = 2000
 EVALUATION_TEXT = b'"test_'  # with this text, the name of each value of an evaluation begins
+FIRST_BYTES = 1 << 18  # all rows in this part of a file are searched for values that most rows lack
 BLOCK_BYTES = 1 << 20
 SHORT_READ_BYTES = 1 << 10  # contains several rows of usual length
 
@@ -130,7 +131,7 @@ def find_rare_texts(file: BinaryIO, end: int, sample: Lines) -> list[bytes]:
     1,000th row contains. Values of evaluations are not counted. Of values that occur in the same rows, the text of the
     first one is returned.
     """
-    lines = sample | read_lines(file, 0, min(end, BLOCK_BYTES))
+    lines = sample | read_lines(file, 0, min(end, FIRST_BYTES))
     rows = [row for row in parse_lines(lines) if row is not None and not is_evaluation(row)]
     row_numbers: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
