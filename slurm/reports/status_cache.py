@@ -14,7 +14,7 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from common.runs.description import NOTES_FILE
 from common.runs.folder import RunFolder, read_json, write_atomic
@@ -37,9 +37,8 @@ class StatusCache:
     def __init__(self, runs: Path) -> None:
         self.file = runs / FILE_NAME
         content = read_json(self.file)
-        entries = content.get("runs")
-        is_readable = content.get("format") == FORMAT and isinstance(entries, dict)
-        self.entries: dict[str, Any] = entries if is_readable else {}
+        entries = content.get("runs") if content.get("format") == FORMAT else {}
+        self.entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
         self.has_changed = False
 
     def read_status(self, folder: RunFolder) -> Status:
@@ -71,7 +70,7 @@ class StatusCache:
             self.has_changed = True
 
 
-def is_valid_entry(entry: Any) -> bool:
+def is_valid_entry(entry: Any) -> TypeGuard[dict[str, Any]]:
     """Return whether an entry of the file contains a status whose text can be printed."""
     if not isinstance(entry, dict) or not isinstance(entry.get("status"), dict):
         return False

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from common.runs import provenance
 from common.system.errors import UserError
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import figures, measure, records, tables
@@ -306,7 +307,7 @@ def test_a_repeated_command_adds_the_missing_rounds(
 
     part = Part("x/y", "", lambda scratch: [Task("side", run)], lambda samples: Table(("", "s"), []), rounds=4)
     monkeypatch.setattr(bench, "all_parts", lambda: [part])
-    monkeypatch.setattr(records.provenance, "run_git", lambda *words: outputs.get(words[0], ""))
+    monkeypatch.setattr(provenance, "run_git", lambda *words: outputs.get(words[0], ""))
 
     assert bench.main([], 1, 0, tmp_path) == 130
     assert "1 part incomplete (about 1 minute left); to continue, repeat the command" in capsys.readouterr().out
