@@ -16,14 +16,19 @@ STEPS = 60_000
 STEPS_PER_EVALUATION = 5_000
 
 
+def format_position(step: int, evaluations: int) -> str:
+    """Return the position of a row. A step takes 10 ms, and an evaluation 20 s."""
+    return f'"global_step": {step}, "samples": {64 * step}, "time": {0.01 * step + 20 * evaluations:.2f}'
+
+
 def format_training_row(step: int, further: str = "") -> str:
     """Return a line of metrics.jsonl, with further values."""
-    position = f'"global_step": {step}, "samples": {64 * step}, "time": {0.01 * step:.2f}'
+    position = format_position(step, (step - 1) // STEPS_PER_EVALUATION)
     return f'{{{position}, "loss": {2 - step / STEPS:.15f}, "gradient_norm": 1.000000000000000{further}}}\n'
 
 
 def format_evaluation_row(step: int) -> str:
-    position = f'"global_step": {step}, "samples": {64 * step}, "time": {0.01 * step:.2f}'
+    position = format_position(step, step // STEPS_PER_EVALUATION)
     return f'{{{position}, "test_loss": {1 / step:.15f}, "test_accuracy": 0.5}}\n'
 
 
