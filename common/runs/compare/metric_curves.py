@@ -81,21 +81,17 @@ class MetricTable:
         return curves
 
 
-def read_curves(rows: Iterable[dict[str, Any] | None], last_steps: Collection[int] = ()) -> RunCurves:
+def read_curves(rows: Iterable[dict[str, Any]], last_steps: Collection[int] = ()) -> RunCurves:
     """Compute the curves of a run from its metric rows. Malformed rows are skipped.
 
-    In a sample of the rows, None stands for training rows that were left out. `last_steps` contains the steps from
-    which later attempts of the run resumed. The samples per second and the time per step are computed for runs of older
-    versions, which did not log them.
+    `last_steps` contains the steps from which later attempts of the run resumed. The samples per second and the time
+    per step are computed for runs of older versions, which did not log them.
     """
     training = MetricTable()
     evaluations = MetricTable()
-    timed_steps: list[tuple[float, ...]] = []  # step, samples, time, whether a gap precedes it
+    timed_steps: list[tuple[float, ...]] = []  # step, samples, time, whether it follows an evaluation or restart
     is_interrupted = True
     for row in rows:
-        if row is None:
-            is_interrupted = True
-            continue
         position = tuple(row.get(axis) for axis in AXES)
         if not all(isinstance(number, int | float) for number in position):
             continue
@@ -148,7 +144,7 @@ def average_row_groups(positions: Numbers, numerators: Numbers, denominators: Nu
 def compute_speed_curves(table: Numbers) -> dict[str, Curve]:
     """Return the curves of samples per second and seconds per step from a table of shape [steps, 4].
 
-    Steps that follow an evaluation, a restart or missing rows are excluded.
+    Steps that follow an evaluation or a restart are excluded.
     """
     steps, samples, seconds = np.diff(table[:, :3], axis=0).T
     is_counted = (table[1:, 3] == 0) & (seconds > 0)

@@ -23,7 +23,7 @@ MAX_COMPLETE_BYTES = 4 << 20  # all rows of a file of at most this size are read
 EVEN_POSITIONS = 800
 LOG_SPACED_POSITIONS = 160
 FIRST_LOG_SPACED_BYTE = 64
-ROWS_PER_POSITION = 2  # the speed is computed from consecutive rows
+ROWS_PER_POSITION = 2
 MAX_RARE_ROWS = 2000
 EVALUATION_TEXT = b'"test_'  # with this text, the name of each value of an evaluation begins
 FIRST_BYTES = 1 << 18  # all rows in this part of a file are searched for values that most rows lack
@@ -35,8 +35,8 @@ Lines = dict[int, bytes]
 """Lines of a file by their position. Each line ends with a line break."""
 
 
-def read_rows_for_curves(folder: RunFolder) -> Iterator[Row | None]:
-    """Yield the rows of a run that its curves need, or None where rows were left out."""
+def read_rows_for_curves(folder: RunFolder) -> Iterator[Row]:
+    """Yield the rows of a run that its curves need, in their order."""
     for part in folder.list_attempt_parts():
         file = part.attempt.metrics_file
         if not file.exists() or file.stat().st_size <= MAX_COMPLETE_BYTES:
@@ -46,19 +46,15 @@ def read_rows_for_curves(folder: RunFolder) -> Iterator[Row | None]:
                 yield from sample_rows(part, content)
 
 
-def sample_rows(part: AttemptPart, file: BinaryIO) -> Iterator[Row | None]:
-    """Yield a sample of the rows of one attempt in their order, or None where rows were left out."""
+def sample_rows(part: AttemptPart, file: BinaryIO) -> Iterator[Row]:
+    """Yield a sample of the rows of one attempt that count for the run, in their order."""
     end = find_end(file, part.rows)
     lines = read_pairs(file, end)
     for text in (EVALUATION_TEXT, *find_rare_texts(file, end, lines)):
         lines |= read_lines_with_text(file, end, text)
-
-    expected_position = 0
-    for position, row in zip(sorted(lines), parse_lines(lines), strict=True):
-        if position != expected_position:
-            yield None
-        yield row if row is not None and part.includes_step(row["global_step"]) else None
-        expected_position = position + len(lines[position])
+    for row in parse_lines(lines):
+        if row is not None and part.includes_step(row["global_step"]):
+            yield row
 
 
 def find_end(file: BinaryIO, line_count: int | None) -> int:

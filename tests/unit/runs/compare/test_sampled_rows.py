@@ -46,7 +46,7 @@ def write_attempt(folder: RunFolder, steps: range, parent: tuple[int, int, int] 
 
 
 def list_sampled(folder: RunFolder) -> list[dict[str, Any]]:
-    return [row for row in sampled_rows.read_rows_for_curves(folder) if row is not None]
+    return list(sampled_rows.read_rows_for_curves(folder))
 
 
 def list_training_steps(rows: list[dict[str, Any]]) -> list[int]:
