@@ -87,6 +87,7 @@ class FaultRecord:
 
     def save(self, rows: list[Struck]) -> None:
         """Write every run, and the table of all complete rounds of faults into the record of this machine and day."""
+        RESULTS.mkdir(exist_ok=True)
         write_json(self.file, self.plan | {"rows": [dataclasses.asdict(row) for row in rows]})
         option = " --elastic" if self.elastic else ""
         command = f"python -m tests.cluster.faults{option} --rounds={self.rounds} --seed={self.seed}"
