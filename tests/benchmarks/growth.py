@@ -89,8 +89,8 @@ def measure_size(measure: Callable[[int], dict[str, float]], size: int, number: 
 
 
 RUN_COLUMNS = (
-    Column("make status ALL=1, s", "seconds"),
-    Column("the first time, s", "first"),
+    Column("make status ALL=1, later calls, s", "seconds"),
+    Column("first call, s", "first"),
     Column("make status, s", "newest"),
     Column("make compare, s", "compare"),
 )

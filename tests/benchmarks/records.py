@@ -23,6 +23,7 @@ from typing import Any
 from common.config.config import ROOT
 from common.runs import provenance
 from common.runs.folder import write_json
+from common.system.text import format_count
 from tests.benchmarks.measure import ENOUGH, NOISY, Number, Samples
 
 FORMAT = 1
@@ -255,7 +256,7 @@ def count_rounds(part: Mapping[str, Any]) -> list[str]:
     """Describe how many rounds a table summarizes. A table that counts runs or kills needs no such phrase."""
     if "rounds" not in part or "runs" in part["table"]["columns"]:
         return []
-    count = part["rounds"]
+    count = part["rounds"] if is_disturbed(part) or "undisturbed" not in part else part["undisturbed"]
     if count == 1:
         return ["1 round"]
     return [f"medians [lowest..highest] of {count} rounds" if "samples" in part else f"{count} rounds"]
@@ -269,5 +270,7 @@ def describe_disturbance(part: Mapping[str, Any]) -> str:
         return f"disturbed by other programs, which {load}"
     count = rounds - part["undisturbed"]
     were = "was" if count == 1 else "were"
-    effect = "included" if is_disturbed(part) else "excluded"
-    return f"{count} of {rounds} rounds {were} disturbed by other programs, which {load}, and {were} {effect}"
+    if is_disturbed(part):
+        return f"{count} of {rounds} rounds {were} disturbed by other programs, which {load}, and {were} included"
+    further = format_count(count, "further round")
+    return f"{further} {were} disturbed by other programs, which {load}, and {were} excluded"
