@@ -140,7 +140,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty dict if the file is missing or damaged."""
     try:
         return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 

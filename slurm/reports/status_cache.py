@@ -9,12 +9,11 @@ continues without writing it. This module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, get_type_hints
 
 from common.runs.description import NOTES_FILE
 from common.runs.folder import RunFolder, read_json, write_atomic
@@ -23,10 +22,8 @@ from slurm.reports.status import Status, read_status
 
 FILE_NAME = ".status.json"
 FORMAT = 1  # increased if the status of the same run folder changes
-FIELDS = frozenset(field.name for field in dataclasses.fields(Status)) - {"run"}
-"""Names of the stored values of a status. The name of the run is the key."""
-WATCHED_PATHS = ("", "/result.json", f"/{NOTES_FILE}", "/attempts")
-"""Paths in a run folder of which at least one changes with the status of an ended run."""
+TYPES: dict[str, Any] = {name: hint for name, hint in get_type_hints(Status).items() if name != "run"}
+"""Types of the stored values of a status. The name of the run is the key."""
 SETTLING_SECONDS = 2.0
 """A run whose files have changed more recently is not stored. A further change may get the same time stamp."""
 
@@ -44,11 +41,11 @@ class StatusCache:
     def read_status(self, folder: RunFolder) -> Status:
         """Return the status of a run, from the stored statuses if the run has not changed since."""
         name = folder.path.name
-        times = read_change_times(folder.path)
         entry = self.entries.get(name)
-        if is_valid_entry(entry) and entry["times"] == times:
+        if is_valid_entry(entry) and entry["times"] == read_change_times(folder.path, entry["status"]["attempts"]):
             return restore_status(name, entry["status"])
         status = read_status(folder)
+        times = read_change_times(folder.path, status.attempts)
         # Without a result, the state depends on processes and on SLURM.
         if folder.result and status.has_ended and time.time() - max(times) / 1e9 > SETTLING_SECONDS:
             self.entries[name] = {"times": times, "status": store_status(status)}
@@ -71,21 +68,30 @@ class StatusCache:
 
 
 def is_valid_entry(entry: Any) -> TypeGuard[dict[str, Any]]:
-    """Return whether an entry of the file contains a status whose text can be printed."""
+    """Return whether an entry of the file contains a status that can be printed."""
     if not isinstance(entry, dict) or not isinstance(entry.get("status"), dict):
         return False
     values = entry["status"]
-    if values.keys() != FIELDS or "times" not in entry:
+    if values.keys() != TYPES.keys() or "times" not in entry:
+        return False
+    if not all(isinstance(value, TYPES[name]) for name, value in values.items()):
         return False
     return all(value.isprintable() for value in values.values() if isinstance(value, str))
 
 
-def read_change_times(path: Path) -> list[int]:
-    """Return when each of the watched paths in a run folder last changed, in ns since 1970, or 0 if it is missing."""
+def list_watched_paths(path: Path, attempts: int) -> list[str]:
+    """Return the paths of which at least one changes with the status of an ended run."""
+    newest = f"{path}/attempts/{attempts:04d}"
+    names = ("result.json", NOTES_FILE, "attempts")
+    return [str(path), *(f"{path}/{name}" for name in names), newest, f"{newest}/metrics.jsonl"]
+
+
+def read_change_times(path: Path, attempts: int) -> list[int]:
+    """Return when each of the watched paths last changed, in ns since 1970, or 0 if it is missing."""
     times = []
-    for suffix in WATCHED_PATHS:
+    for watched in list_watched_paths(path, attempts):
         try:
-            times.append(os.stat(f"{path}{suffix}").st_mtime_ns)  # noqa: PTH116 (Path.stat takes twice as long)
+            times.append(os.stat(watched).st_mtime_ns)  # noqa: PTH116 (Path.stat takes twice as long)
         except OSError:
             times.append(0)
     return times
@@ -93,7 +99,8 @@ def read_change_times(path: Path) -> list[int]:
 
 def store_status(status: Status) -> dict[str, Any]:
     """Return the status as JSON values. The age of the heartbeat becomes the time of the heartbeat."""
-    values = {name: getattr(status, name) for name in FIELDS}
+    values = {name: getattr(status, name) for name in TYPES}
+    values["samples_per_second"] = float(status.samples_per_second)
     if status.heartbeat is not None:
         values["heartbeat"] = time.time() - status.heartbeat
     return values

@@ -82,6 +82,8 @@ def count_missing_rounds(part: Part, record: Record, rounds: int) -> int:
 def measure(part: Part, record: Record, seconds: float, rounds: int, earlier: Samples) -> Samples:
     """Measure one part, in addition to earlier rounds; its record is written after each round."""
     print(f"\n{part.name}: {part.title}", flush=True)
+    if earlier.rounds:
+        print(f"  {format_count(earlier.rounds, 'earlier round')}", flush=True)
     origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": list(part.facts)}
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         scratch = Path(name)
@@ -153,6 +155,8 @@ def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int
     left_out = {part.name: part.missing() for part in parts if part not in measurable}
     incomplete = [part for part in measurable if count_missing_rounds(part, record, rounds)]
     chosen = incomplete or measurable
+    if chosen and not incomplete:
+        print("all parts are complete; measuring them again")
     status = 0
     try:
         for number, part in enumerate(chosen):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
@@ -121,23 +122,15 @@ def parse_lines(lines: Lines) -> list[Row | None]:
 
 
 def find_rare_texts(file: BinaryIO, end: int, sample: Lines) -> list[bytes]:
-    """Return texts that occur in all rows with a value that less than half of the rows contain.
+    """Return the names of values that less than half of the rows contain, as they are written in the file.
 
     The rows in the sample and at the start of the file are counted. A sample of a long file may lack a value that every
-    1,000th row contains. Values of evaluations are not counted. Of values that occur in the same rows, the text of the
-    first one is returned.
+    1,000th row contains. Values of evaluations are not counted.
     """
     lines = sample | read_lines(file, 0, min(end, FIRST_BYTES))
     rows = [row for row in parse_lines(lines) if row is not None and not is_evaluation(row)]
-    row_numbers: dict[str, list[int]] = {}
-    for number, row in enumerate(rows):
-        for name in row:
-            row_numbers.setdefault(name, []).append(number)
-    texts: dict[tuple[int, ...], bytes] = {}
-    for name, numbers in row_numbers.items():
-        if 2 * len(numbers) < len(rows):
-            texts.setdefault(tuple(numbers), f"{json.dumps(name)}:".encode())
-    return list(texts.values())
+    counts = Counter(name for row in rows for name in row)
+    return [f"{json.dumps(name)}:".encode() for name, count in counts.items() if 2 * count < len(rows)]
 
 
 def read_lines_with_text(file: BinaryIO, end: int, text: bytes) -> Lines:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.runs.folder import RunFolder
+from slurm.reports import status_cache
 from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
@@ -96,10 +97,10 @@ DAMAGES: dict[str, Damage] = {
 
 
 def compute_digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 hash of each file."""
+    """Return the SHA-256 hash of each file of the runs in a folder."""
     digests = {}
     for path in folder.rglob("*"):
-        if path.is_file() and "__pycache__" not in path.parts:
+        if path.is_file() and "__pycache__" not in path.parts and path.name != status_cache.FILE_NAME:
             name = str(path.relative_to(folder))
             digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digests

@@ -132,13 +132,14 @@ def test_a_sample_contains_all_values_that_are_logged_in_few_steps(folder: RunFo
     attempt.record_parent_attempt(None, 0)
     lines = []
     for step in range(1, STEPS + 1):
-        further = ', "scale": 2, "offset": 1' if step % 1000 == 0 else ""
+        further = ', "scale": 2' if step % 2000 == 0 else ""
+        further += ', "offset": 1' if step % 1000 == 0 else ""
         lines.append(format_training_row(step, further))
     attempt.metrics_file.write_text("".join(lines))
 
     curves = metric_curves.read_curves(sampled_rows.read_rows_for_curves(folder)).steps
-    for name in ("scale", "offset"):
-        assert list(curves[name].positions[:, 0]) == list(range(1000, STEPS + 1, 1000))
+    for name, distance in (("scale", 2000), ("offset", 1000)):
+        assert list(curves[name].positions[:, 0]) == list(range(distance, STEPS + 1, distance))
     assert list_training_steps(list_sampled(folder)) == sorted(set(list_training_steps(list_sampled(folder))))
 
 

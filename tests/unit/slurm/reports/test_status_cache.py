@@ -14,7 +14,7 @@ import pytest
 
 from common.runs import description
 from common.runs.folder import RunFolder, write_json
-from slurm.reports.status_cache import FILE_NAME, WATCHED_PATHS
+from slurm.reports.status_cache import FILE_NAME, list_watched_paths
 from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
@@ -29,9 +29,8 @@ def write_old_run(runs: Path, *, age: float = HOUR, **options: Any) -> RunFolder
 
 
 def set_age(folder: RunFolder, age: float) -> None:
-    for suffix in WATCHED_PATHS:
-        path = Path(f"{folder.path}{suffix}")
-        if path.exists():
+    for path in list_watched_paths(folder.path, len(folder.list_attempts())):
+        if Path(path).exists():
             os.utime(path, (time.time() - age, time.time() - age))
 
 
@@ -47,16 +46,12 @@ def list_stored_runs(runs: Path) -> list[str]:
     return list(json.loads((runs / FILE_NAME).read_text())["runs"])
 
 
-def hide_metrics(folder: RunFolder) -> None:
-    """Make a new reading of the run differ from the stored status, without a change of a watched path."""
-    folder.list_attempts()[-1].metrics_file.unlink()
-
-
 def test_the_status_of_an_ended_run_is_read_once(tmp_path: Path) -> None:
     folder = write_old_run(tmp_path, settings={"run.name": "wide"})
     before = list_statuses(tmp_path)
     assert list_stored_runs(tmp_path) == [folder.path.name]
-    hide_metrics(folder)
+    config = folder.path / "config.yaml"
+    config.write_text(config.read_text().replace("wide", "narrow"))  # changes the name, but no watched path
     assert list_statuses(tmp_path) == before
     (tmp_path / FILE_NAME).unlink()
     assert list_statuses(tmp_path) != before
@@ -76,6 +71,7 @@ CHANGES: dict[str, Callable[[RunFolder], object]] = {
     "archived": lambda folder: description.set_archived(folder, archived=True),
     "a new attempt": lambda folder: folder.claim_attempt(),
     "a new result": lambda folder: write_json(folder.path / "result.json", {"format": 2, "state": "cancelled"}),
+    "metrics lost": lambda folder: folder.list_attempts()[-1].metrics_file.unlink(),
     "result moved": lambda folder: folder.move_result_of_previous_attempt(),
 }
 
@@ -126,6 +122,7 @@ DAMAGED_FILES = [
     '{"format": 1, "runs": {"RUN": []}}',
     '{"format": 1, "runs": {"RUN": {"times": [], "status": {}}}}',
     '{"format": 99, "runs": {}}',
+    "[" * 100_000,
 ]
 
 
@@ -145,11 +142,15 @@ def test_runs_are_listed_if_their_status_cannot_be_stored(tmp_path: Path) -> Non
     assert row["state"] == "finished"
 
 
-def test_stored_text_cannot_control_the_terminal(tmp_path: Path) -> None:
+DAMAGED_VALUES = {"detail": "\033[2J", "heartbeat": "now", "loss": "low", "state": None, "step": "7", "attempts": "1"}
+
+
+@pytest.mark.parametrize("name, value", DAMAGED_VALUES.items(), ids=DAMAGED_VALUES)
+def test_a_stored_value_that_cannot_be_printed_is_replaced(tmp_path: Path, name: str, value: Any) -> None:
     write_old_run(tmp_path)
     before = list_statuses(tmp_path)
     content = json.loads((tmp_path / FILE_NAME).read_text())
     (entry,) = content["runs"].values()
-    entry["status"]["detail"] = "\033[2J"
+    entry["status"][name] = value
     write_json(tmp_path / FILE_NAME, content)
     assert list_statuses(tmp_path) == before
