@@ -129,7 +129,9 @@ def find_rare_texts(file: BinaryIO, end: int, sample: Lines) -> list[bytes]:
     """
     lines = sample | read_lines(file, 0, min(end, FIRST_BYTES))
     rows = [row for row in parse_lines(lines) if row is not None and not is_evaluation(row)]
-    counts = Counter(name for row in rows for name in row)
+    counts = Counter[str]()
+    for row in rows:
+        counts.update(row.keys())
     return [f"{json.dumps(name)}:".encode() for name, count in counts.items() if 2 * count < len(rows)]
 
 
@@ -137,8 +139,8 @@ def read_lines_with_text(file: BinaryIO, end: int, text: bytes) -> Lines:
     """Return the complete lines before `end` that contain a text, or MAX_RARE_ROWS of them."""
     positions = find_lines_with_text(file, end, text)
     if len(positions) > MAX_RARE_ROWS:
-        chosen = np.linspace(0, len(positions) - 1, MAX_RARE_ROWS).astype(np.int64)
-        positions = [positions[number] for number in chosen]
+        indexes = np.linspace(0, len(positions) - 1, MAX_RARE_ROWS).astype(np.int64)
+        positions = [positions[index] for index in indexes]
     lines: Lines = {}
     for position in positions:
         lines |= read_lines(file, position, end, 1)
@@ -155,10 +157,10 @@ def find_lines_with_text(file: BinaryIO, end: int, text: bytes) -> list[int]:
         if not last_break:  # a line that is longer than a block is not a row
             block_start += len(block)
             continue
-        found = block.find(text, 0, last_break)
-        while found >= 0:
-            positions.append(block_start + block.rfind(b"\n", 0, found) + 1)
-            found = block.find(text, block.index(b"\n", found), last_break)
+        text_start = block.find(text, 0, last_break)
+        while text_start >= 0:
+            positions.append(block_start + block.rfind(b"\n", 0, text_start) + 1)
+            text_start = block.find(text, block.index(b"\n", text_start), last_break)
         block_start += last_break
         file.seek(block_start)
     return positions
