@@ -73,13 +73,13 @@ def print_newest_runs(runs: Path, lists_all: bool, as_json: bool) -> None:
     Also prints how many runs are not listed, and warns about run folders that contain no config.yaml.
     """
     folders = selection.list_all_runs(runs)
-    listed = choose_listed_runs(folders, lists_all)
+    listed_runs = choose_listed_runs(folders, lists_all)
     cache = StatusCache(runs)
     cache.forget_other_runs(folders)
-    print_statuses(map(cache.read_status, listed), as_json)
+    print_statuses(map(cache.read_status, listed_runs), as_json)
     cache.save()
     if not lists_all:
-        print_unlisted_count(folders, len(listed))
+        print_unlisted_count(folders, len(listed_runs))
     warn_about_unlisted_folders(runs, folders)
 
 
@@ -98,9 +98,9 @@ def print_unlisted_count(folders: list[RunFolder], listed_count: int) -> None:
 
 def warn_about_unlisted_folders(runs: Path, folders: list[RunFolder]) -> None:
     """Print to stderr the names of run folders that contain no config.yaml. `folders` contains the other runs."""
-    complete = {folder.path.name for folder in folders}
-    others = sorted(path for path in runs.glob("*") if path.name not in complete)
-    names = [path.name for path in others if RUN_NAME.fullmatch(path.name) and path.is_dir()]
+    complete_names = {folder.path.name for folder in folders}
+    other_paths = sorted(path for path in runs.glob("*") if path.name not in complete_names)
+    names = [path.name for path in other_paths if RUN_NAME.fullmatch(path.name) and path.is_dir()]
     if names:
         print(f"not listed because config.yaml is missing: {', '.join(names)}", file=sys.stderr)
 

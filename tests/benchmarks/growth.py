@@ -55,9 +55,9 @@ class Column:
 def compute_exponent(samples: Samples, sizes: Sequence[int], column: Column) -> Number:
     """Return the exponent of growth between the two largest sizes, round by round."""
     smaller, larger = sizes[-2:]
-    pairs = zip(
-        samples.list_counted(f"{larger}", column.name), samples.list_counted(f"{smaller}", column.name), strict=True
-    )
+    numbers_of_larger = samples.list_counted(f"{larger}", column.name)
+    numbers_of_smaller = samples.list_counted(f"{smaller}", column.name)
+    pairs = zip(numbers_of_larger, numbers_of_smaller, strict=True)
     return summarize_values([math.log(a / b) / math.log(larger / smaller) for a, b in pairs])
 
 

@@ -83,10 +83,11 @@ class FaultRecord:
         """Return the runs of this plan that an interrupted command has recorded at this commit."""
         facts = read_json(self.file)
         rows = facts.pop("rows", [])
-        return [Struck(**row) for row in rows] if facts == self.plan else []
+        is_same_plan = facts == self.plan and Record().is_resumable
+        return [Struck(**row) for row in rows] if is_same_plan else []
 
     def save(self, rows: list[Struck]) -> None:
-        """Write every run, and the table of all complete rounds of faults into the record of this machine and day."""
+        """Write every run, and the table of all faults so far into the record of this machine and day."""
         RESULTS.mkdir(exist_ok=True)
         write_json(self.file, self.plan | {"rows": [dataclasses.asdict(row) for row in rows]})
         option = " --elastic" if self.elastic else ""

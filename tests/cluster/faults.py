@@ -5,8 +5,8 @@
 A run uses two of three hosts; the third one is spare. ddp_multinode (on a folder of images, two data workers per rank)
 and mnist_pipeline alternate; faults of a single experiment are in NAME_faults.py. The step at which a fault strikes is
 drawn from a printed seed. The table is printed and written to tests/benchmarks/results/. A command with the same
-arguments and seed continues after an interruption. slurm-wlm and iproute2 are required, and root for the fault that
-fills a disk.
+arguments and seed continues after an interruption, at a commit without uncommitted changes. slurm-wlm and iproute2 are
+required, and root for the fault that fills a disk.
 
 With --elastic, faults that do not damage checkpoints disturb runs with elastic=true. These may continue without another
 attempt. They are compared in float64 to 1e-9 and have a separate table.

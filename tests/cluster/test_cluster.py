@@ -233,8 +233,8 @@ def test_cables_carry_the_requested_rate() -> None:
 @pytest.fixture(scope="module")
 def benchmark_cluster() -> Iterator[tuple[Tool, hosts.BenchmarkCluster]]:
     """A cluster of a benchmark, of which the last host has a slow cable."""
-    with create_shared_folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)) as up:
-        yield Tool(base), up
+    with create_shared_folder() as base, hosts.local_cluster(base, last=Shape(rate=10e6)) as running:
+        yield Tool(base), running
 
 
 def test_a_benchmark_slows_both_ends_of_one_hosts_cable(
@@ -246,13 +246,13 @@ def test_a_benchmark_slows_both_ends_of_one_hosts_cable(
     assert "tbf" not in tool.out("node", "3", "tc", "qdisc", "show", "dev", "eth0")
 
 
-def test_an_ended_job_of_a_benchmark_is_no_other_program(
+def test_the_processor_time_of_an_ended_job_counts_for_the_benchmark(
     benchmark_cluster: tuple[Tool, hosts.BenchmarkCluster],
 ) -> None:
-    tool, up = benchmark_cluster
-    before = up.measure_load()
+    tool, running = benchmark_cluster
+    before = running.measure_load()
     tool.submit(f"exec {sys.executable} -c '{USE_TWO_SECONDS}'", "--wait")
-    seconds = up.measure_load().family - before.family
+    seconds = running.measure_load().family - before.family
     assert seconds > 1.9  # two seconds, at the resolution of /proc
 
 

@@ -20,7 +20,6 @@ from tests.harness.commands.processes import (
     get_only_run,
     make_environment,
     make_run_command,
-    read_forked_command,
     wait_until,
 )
 from tests.harness.environment.randomness import create_random
@@ -56,14 +55,16 @@ def find_free_port() -> int:
 
 
 def list_rank_pids(process: Command) -> list[int]:
-    """Return the process IDs of the ranks of a run, in the order of ranks."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    """Return the process IDs of the ranks of a run, in the order of ranks.
+
+    A rank has the command line of the launcher that has forked it. Other children, such as git, execute other programs.
+    """
+    launcher = Path(f"/proc/{process.pid}")
+    command_line = (launcher / "cmdline").read_bytes()
     ranks = []
-    for pid in children:
+    for pid in (launcher / "task" / f"{process.pid}" / "children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the child has exited in the meantime
-            entry = Path(f"/proc/{pid}")
-            command_line = (entry / "cmdline").read_bytes() + read_forked_command(entry)
-            if b"common.runs.tracking.wandb_process" not in command_line:
+            if Path(f"/proc/{pid}/cmdline").read_bytes() == command_line:
                 ranks.append(int(pid))
     return ranks
 
