@@ -98,9 +98,8 @@ def print_unlisted_count(folders: list[RunFolder], listed_count: int) -> None:
 
 def warn_about_unlisted_folders(runs: Path, folders: list[RunFolder]) -> None:
     """Print to stderr the names of run folders that contain no config.yaml. `folders` contains the other runs."""
-    complete_names = {folder.path.name for folder in folders}
-    other_paths = sorted(path for path in runs.glob("*") if path.name not in complete_names)
-    names = [path.name for path in other_paths if RUN_NAME.fullmatch(path.name) and path.is_dir()]
+    other_names = set(selection.list_entries(runs)) - {folder.path.name for folder in folders}
+    names = [name for name in sorted(other_names) if RUN_NAME.fullmatch(name) and (runs / name).is_dir()]
     if names:
         print(f"not listed because config.yaml is missing: {', '.join(names)}", file=sys.stderr)
 

@@ -1,7 +1,7 @@
 """Read the metric rows of a run for its curves, and only a sample of them from a long run.
 
 The rows of a million steps take more than 100 MB, and a chart shows a few hundred points. From a large metrics.jsonl,
-pairs of consecutive rows are read at positions that are evenly spaced in the file. Further positions are log-spaced,
+a few consecutive rows are read at positions that are evenly spaced in the file. Further positions are log-spaced,
 for a logarithmic axis. Evaluations, and rows with other values that most rows lack, are all read, up to MAX_RARE_ROWS
 for each value. This module does not import torch.
 """
@@ -21,10 +21,10 @@ from common.runs.folder import AttemptPart, RunFolder
 from common.runs.metrics_rows import parse_rows
 
 MAX_COMPLETE_BYTES = 4 << 20  # all rows of a file of at most this size are read
-EVEN_POSITIONS = 800
-LOG_SPACED_POSITIONS = 160
+EVEN_POSITIONS = 400
+LOG_SPACED_POSITIONS = 80
 FIRST_LOG_SPACED_BYTE = 64
-ROWS_PER_POSITION = 2
+ROWS_PER_POSITION = 4
 MAX_RARE_ROWS = 2000
 EVALUATION_TEXT = b'"test_'  # start of the names of the values of an evaluation
 FIRST_BYTES = 1 << 18  # all rows in this part of a file are searched for values that most rows lack
@@ -43,14 +43,14 @@ def read_rows_for_curves(folder: RunFolder) -> Iterator[Row]:
         if not file.exists() or file.stat().st_size <= MAX_COMPLETE_BYTES:
             yield from part.read_rows()
         else:
-            with open(file, "rb") as content:
+            with open(file, "rb", buffering=0) as content:  # a buffer would read more than a few rows
                 yield from sample_rows(part, content)
 
 
 def sample_rows(part: AttemptPart, file: BinaryIO) -> Iterator[Row]:
     """Yield a sample of the rows of one attempt that count for the run, in their order."""
     end = find_end(file, part.rows)
-    lines = read_pairs(file, end)
+    lines = read_groups(file, end)
     for text in (EVALUATION_TEXT, *find_rare_texts(file, end, lines)):
         lines |= read_lines_with_text(file, end, text)
     for row in parse_lines(lines):
@@ -79,15 +79,15 @@ def choose_positions(end: int) -> list[int]:
     return [int(position) for position in positions if position < end]
 
 
-def read_pairs(file: BinaryIO, end: int) -> Lines:
+def read_groups(file: BinaryIO, end: int) -> Lines:
     """Return a few consecutive lines at each position, and the last lines before `end`."""
     lines: Lines = {}
     read_until = 0
     for position in choose_positions(end):
         if position >= read_until:
-            pair = read_lines(file, position, end, ROWS_PER_POSITION)
-            lines |= pair
-            read_until = max((start + len(line) for start, line in pair.items()), default=read_until)
+            group = read_lines(file, position, end, ROWS_PER_POSITION)
+            lines |= group
+            read_until = max((start + len(line) for start, line in group.items()), default=read_until)
 
     last_lines = read_lines(file, max(read_until, end - BLOCK_BYTES), end)
     return lines | dict(list(last_lines.items())[-ROWS_PER_POSITION:])
