@@ -13,10 +13,12 @@ from tests.harness.verification.delete_technique import clone_checkout
 FOLDERS = ("tests/commands", "tests/experiments", "tests/parity", "tests/recovery")
 FILES = ("tests/complete/test_benchmarks.py", "tests/complete/test_page_commands.py")
 SELECTION = "my_mlp or list_is_complete or experiment_has or page_says or links_lead or every_pitfall"
-# These tests train a new experiment with the command of its page, as tests/commands/test_new_experiment.py does.
 OMITTED = (
+    # These tests train a new experiment with the command of its page, as tests/commands/test_new_experiment.py does.
     "tests/commands/test_new_experiment.py",
     "tests/complete/test_page_commands.py::test_every_command_runs[python experiments/my_mlp.py]",
+    # The page of a new experiment says that its table is not recorded yet.
+    "tests/commands/test_numbers.py::test_every_table_without_a_caption_is_recorded[experiments/my_mlp.md]",
 )
 MIN_TESTS = 20
 

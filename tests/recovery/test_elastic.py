@@ -188,8 +188,8 @@ def test_a_rank_that_is_lost_while_the_others_connect_is_the_only_one_lost(
 
 def test_a_rank_whose_data_worker_fails_is_the_only_one_lost(data: str, undisturbed: RunFolder, tmp_path: Path) -> None:
     """One rank's worker is killed, another one's is stopped: the others notice when a collective times out."""
-    settings = (data, *FOUR, "elastic.timeout=0.5", "elastic.rejoin=0")
-    workers = ("data.workers=1", "data.block=1", "launch.step_timeout=1")
+    settings = (data, *FOUR, "elastic.timeout=2", "elastic.rejoin=0")
+    workers = ("data.workers=1", "data.block=1", "launch.step_timeout=3")
     faults = "begin:1:3:worker-kill,begin:2:12:worker-stop"
     completed = train_with_faults(faults, *settings, *workers, runs=tmp_path / "runs")
     assert not find_metric_differences(completed.folder, undisturbed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def train(cfg: Config, run: Run) -> Outcome:
         return {}
     outcome: Outcome = {"state_before_evaluation": state_before_evaluation}
     outcome["straggler"] = ScalingReport(step_times, run.world.hosts, 0.0).straggler
-    outcome["exposed"] = min(step_times[0].exposed, default=0.0) if step_times else 0.0
+    outcome["exposed"] = median(step_times[0].exposed) if step_times and step_times[0].exposed else 0.0
     auto_shards = run.find_hook(AutoShards)
     outcome["shards"] = auto_shards.history if auto_shards else []
     return outcome

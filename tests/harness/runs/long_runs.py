@@ -57,14 +57,15 @@ def find_free_port() -> int:
 def list_rank_pids(process: Command) -> list[int]:
     """Return the process IDs of the ranks of a run, in the order of ranks.
 
-    A rank has the command line of the launcher that has forked it. Other children, such as git, execute other programs.
+    The launcher is `make exp` or torchrun. A rank executes the same Python interpreter as the launcher; other children,
+    such as git, execute other programs.
     """
     launcher = Path(f"/proc/{process.pid}")
-    command_line = (launcher / "cmdline").read_bytes()
+    interpreter = (launcher / "exe").readlink()
     ranks = []
     for pid in (launcher / "task" / f"{process.pid}" / "children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the child has exited in the meantime
-            if Path(f"/proc/{pid}/cmdline").read_bytes() == command_line:
+            if Path(f"/proc/{pid}/exe").readlink() == interpreter:
                 ranks.append(int(pid))
     return ranks
 
