@@ -63,7 +63,7 @@ for precision in ("fp32", "bf16", "fp16"):
 
 
 def precision_sides(scratch: Path) -> list[Task]:
-    shared = ("data.name=digits", "batch=64", "steps=40", "launch.threads=1")
+    shared = ("data.name=digits", "batch=64", "steps=20", "launch.threads=1")
     return [run_of(scratch, cell.name, NAME, *shared, *cell.settings, keep=KEEP) for cell in GRID]
 
 
@@ -267,7 +267,7 @@ def make_bit_part(pixels: int) -> Part:
 
 PRECISIONS_PART = Part(
     f"{NAME}/precisions",
-    "ConvNet on digits, batch 64, 40 steps: precision, microbatches, and when gradients are exchanged",
+    "ConvNet on digits, batch 64, 20 steps: precision, microbatches, and when gradients are exchanged",
     precision_sides,
     precision_table,
     facts=("2 processes with 1 thread each", "batch size 64"),
