@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import statistics
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from common.runs.result import parse_result
 from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
-from tests.benchmarks.measure import Number, Samples, Task
+from tests.benchmarks.measure import Number, Samples, Task, summarize_values
 from tests.benchmarks.parts import Part, finish
 from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, make_value_table
 
@@ -44,6 +45,9 @@ FEWEST_MESSAGES = "halving_doubling"  # what auto chooses for few bytes between 
 MAX_SLOWDOWN = 1.3  # times gloo's time that few bytes may take
 # by bytes: times the seconds in the clear that encrypting may take
 MAX_ENCRYPTED_SLOWDOWNS = {4 << 20: 2.3, 25 << 20: 2.3}
+OPENSSL = "OpenSSL"
+CIPHER = "aes-256-gcm"  # the cipher that TLS 1.3 prefers
+RECORD_BYTES = 16384  # the largest TLS record
 
 
 def name_point(op: str, size: int) -> str:
@@ -137,14 +141,39 @@ def measure_encryption(samples: Samples, point: str) -> Number:
     return samples.ratio_of(RUN, f"{point}: ring, tls", f"{point}: ring, network")
 
 
+def measure_cipher(number: int) -> dict[str, float]:
+    """Measure how long two processes, one per core, need to encrypt and to decrypt a byte each with OpenSSL."""
+    seconds = {"encrypt": measure_openssl(), "decrypt": measure_openssl("-decrypt")}
+    return {"seconds": sum(seconds.values()), **seconds}
+
+
+def measure_openssl(*options: str) -> float:
+    """Return the seconds per byte of the program `openssl speed` in each of two processes that run at the same time."""
+    speed = ["openssl", "speed", "-evp", CIPHER, "-bytes", str(RECORD_BYTES), "-seconds", "1", "-elapsed"]
+    process = subprocess.run([*speed, "-multi", "2", "-mr", *options], capture_output=True, text=True, check=True)
+    bytes_per_second = re.findall(r"^\+F:\d+:\S+:([\d.]+)$", process.stdout, re.MULTILINE)
+    return 2 / float(bytes_per_second[-1])  # the last line is the sum of both processes
+
+
+def compute_encryption_floor(samples: Samples, point: str, size: int) -> Number:
+    """Return the time of a plain ring in which OpenSSL encrypts and decrypts all bytes, by that of a plain ring.
+
+    In an all-reduce of two ranks, each rank sends and receives as many bytes as the tensor contains.
+    """
+    plain = samples.list_counted(RUN, f"{point}: ring, network")
+    cipher = samples.list_counted(OPENSSL)
+    return summarize_values([1 + size * per_byte / seconds for seconds, per_byte in zip(plain, cipher, strict=True)])
+
+
 def tls_table(samples: Samples) -> Table:
     """Return what encrypting costs on the loopback interface."""
     rows = []
     for size, bound in MAX_ENCRYPTED_SLOWDOWNS.items():
         point = name_point("all_reduce", size)
         slowdown = measure_encryption(samples, point)
-        rows.append(at_most(f"ring, tls / ring, network, {point}", slowdown, bound))
-    return make_value_table(rows)
+        floor = compute_encryption_floor(samples, point, size)
+        rows.append(Row(f"ring, tls / ring, network, {point}", [slowdown, floor], bound, at_least=False))
+    return Table(("measured", "value", "lower bound"), rows)
 
 
 def cable_table(samples: Samples) -> Table:
@@ -217,7 +246,7 @@ PARTS = [
     Part(
         f"{NAME}/tls",
         "the built-in ring through encrypted sockets against plain ones",
-        lambda scratch: [measure_sizes(scratch, *ENCRYPTING, *SIZES)],
+        lambda scratch: [measure_sizes(scratch, *ENCRYPTING, *SIZES), Task(OPENSSL, measure_cipher)],
         tls_table,
         facts=("2 processes with 1 thread each",),
     ),
