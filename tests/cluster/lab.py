@@ -230,7 +230,7 @@ class Running:
                     parents[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return {pid: number for pid, number in numbers.items() if (parents[pid] in numbers) == of_a_rank}
 
-    def finish(self, seconds: float = 200) -> None:
+    def finish(self, seconds: float = 400) -> None:
         """Wait until the run and all its processes have ended."""
         wait_on_cluster(f"{self.folder.path} ends", lambda: self.folder.result, seconds, 0.2)
         wait_on_cluster("no process is left", lambda: not find_processes(str(self.folder.path)), 120, 0.2)
