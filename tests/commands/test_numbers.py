@@ -69,7 +69,6 @@ def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
 
 
 WEAK_TABLES = {
-    "amp_accum/precisions",
     "cluster/elastic_faults",
     "cluster/faults",
     "crossover/accuracy",
