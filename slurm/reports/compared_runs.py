@@ -81,7 +81,7 @@ class RunFacts:
             "restarts": self.status.restarts,
             "processes": self.world.get("processes"),
             "step": self.status.step,
-            "loss": find_last_number(self.curves.steps.get("loss")),
+            "loss": self.status.loss,
             "test_loss": self.find_number("test_loss"),
             "test_accuracy": self.find_number("test_accuracy"),
             "samples_per_second": self.status.samples_per_second or None,

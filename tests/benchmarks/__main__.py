@@ -14,6 +14,7 @@ tests/benchmarks/recorded/; tables.py publishes a JSON there.
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import os
 import subprocess
@@ -60,13 +61,19 @@ def choose_parts(names: Sequence[str]) -> list[Part]:
     for name in names:
         matches = [part for part in parts if name in (part.name, part.name.partition("/")[0])]
         if not matches:
-            topics = dict.fromkeys(part.name.partition("/")[0] for part in parts)
-            raise UserError(
-                f"NAME={name}: no such benchmark; there are {', '.join(topics)}, and parts of these: "
-                f"{', '.join(part.name for part in parts)}"
-            )
+            raise UserError(f"NAME={name}: no such benchmark; {suggest_name(name, parts)}")
         chosen_parts += matches
     return chosen_parts
+
+
+def suggest_name(name: str, parts: Sequence[Part]) -> str:
+    """Return a question with the most similar name or, if no name is similar, a list of all names."""
+    topics = list(dict.fromkeys(part.name.partition("/")[0] for part in parts))
+    part_names = [part.name for part in parts]
+    similar = difflib.get_close_matches(name, [*topics, *part_names], n=1)
+    if similar:
+        return f"did you mean {similar[0]}?"
+    return f"there are {', '.join(topics)}, and parts of these: {', '.join(part_names)}"
 
 
 def make_pace(part: Part, rounds: int, seconds: float) -> Pace:

@@ -216,6 +216,13 @@ def test_the_numbers_equal_those_of_the_run_folders(runs_folder: Path) -> None:
     assert again["label"] == "0001 lr=0.05"
 
 
+def test_the_loss_is_that_of_the_last_step(runs_folder: Path) -> None:
+    """As in the status. The last point of a curve is the mean of several steps."""
+    statuses = json.loads(in_process_calls.call_verb("status", f"--runs-folder={runs_folder}", "--json=1").stdout)
+    losses = {status["run"]: status["loss"] for status in statuses}
+    assert {run["run"]: run["loss"] for run in as_json(runs_folder)["runs"]} == losses
+
+
 SELECTIONS = {
     "'--runs=0003 0001'": "0003 0001",
     "--name=mnist_pipeline": "0000 0001",
@@ -234,7 +241,7 @@ SELECTIONS = {
     "--where=learning_rate>0.04": "0001 0004",
     "--sort=-lr --name=mnist_pipeline": "0001 0000",
     "--sort=learning_rate --name=mnist_pipeline": "0000 0001",
-    "'--sort=final loss'": "0002 0000 0001 0004 0003 0005",
+    "'--sort=final loss'": "0002 0001 0000 0004 0003 0005",
     "'--sort=-test_accuracy' --last=4": "0002 0004 0003 0005",
     "--sort=strategy --name=ddp_multinode": "0002 0004 0005 0003",
 }

@@ -345,3 +345,5 @@ def test_figures_are_small_and_shown() -> None:
 def test_an_unknown_benchmark_is_refused() -> None:
     with pytest.raises(UserError, match="NAME=nonsense: no such benchmark; there are amp_accum, "):
         bench.choose_parts(["nonsense"])
+    with pytest.raises(UserError, match=r"NAME=growth/run: no such benchmark; did you mean growth/runs\?"):
+        bench.choose_parts(["growth/run"])
