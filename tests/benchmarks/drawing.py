@@ -12,6 +12,7 @@ from common.measure import plots
 from common.techniques.pipeline import schedules, timeline_chart
 from common.techniques.pipeline.schedules import Action, Span
 from tests.benchmarks import labels
+from tests.benchmarks.measure import Samples
 
 FORWARD = 1e-3  # duration of a planned forward pass; the axis of a timeline counts thousandths
 NAMES = {"naive": "Naive", "gpipe": "GPipe", "1f1b": "1F1B"}
@@ -43,9 +44,10 @@ def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> 
 
 def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dict[str, tuple[float, float]]:
     """Return the median of each side and half its spread."""
+    samples = Samples(part["samples"])
     bars = {}
     for side in sides:
-        times = [factor * seconds for seconds in part["samples"][side]["seconds"]]
+        times = [factor * seconds for seconds in samples.list_counted(side)]
         label = labels.reword("", side)
         if len(sides) <= plots.MAX_VERTICAL_BARS:
             label = textwrap.fill(label, 14, break_long_words=False)

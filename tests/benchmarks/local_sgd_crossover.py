@@ -144,14 +144,14 @@ class Trace(NamedTuple):
 
 def make_trace(part: Mapping[str, Any], strategy: str) -> Trace:
     """Return the trace of a strategy."""
-    samples = part["samples"]
+    samples = Samples(part["samples"])
     points = []
     for rate in RATES:
-        times = [1e3 * seconds for seconds in samples[rate][strategy]]
+        times = [1e3 * seconds for seconds in samples.list_counted(rate, strategy)]
         megabits = parse_rate_and_delay(rate, "").rate / 1e6
         points.append((megabits, median(times), (max(times) - min(times)) / 2))
 
-    free = median(samples[FREE][strategy])
+    free = median(samples.list_counted(FREE, strategy))
     line = []
     for k in range(41):
         megabits = 30 * 50 ** (k / 40)

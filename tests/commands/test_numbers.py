@@ -72,7 +72,6 @@ WEAK_TABLES = {
     "cluster/elastic_faults",
     "cluster/faults",
     "crossover/accuracy",
-    "crossover/rates",
     "param_server/slow_cable",
     "sparse_prune/criteria",
 }
