@@ -33,7 +33,7 @@ class StatusCache:
 
     def __init__(self, runs: Path) -> None:
         self.file = runs / FILE_NAME
-        content = read_json(self.file)
+        content = read_json(self.file) if self.file.is_file() else {}  # reading a FIFO would block
         entries = content.get("runs") if content.get("format") == FORMAT else {}
         self.entries: dict[str, Any] = entries if isinstance(entries, dict) else {}
         self.has_changed = False

@@ -135,9 +135,10 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, content: str) -> None:
     assert list_stored_runs(tmp_path) == [folder.path.name]
 
 
-def test_runs_are_listed_if_their_status_cannot_be_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("create", [Path.mkdir, os.mkfifo])
+def test_runs_are_listed_if_the_file_of_statuses_is_something_else(tmp_path: Path, create: Callable[..., None]) -> None:
     write_old_run(tmp_path)
-    (tmp_path / FILE_NAME).mkdir()
+    create(tmp_path / FILE_NAME)
     (row,) = list_statuses(tmp_path)
     assert row["state"] == "finished"
 
