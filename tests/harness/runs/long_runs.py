@@ -20,6 +20,7 @@ from tests.harness.commands.processes import (
     get_only_run,
     make_environment,
     make_run_command,
+    read_forked_command,
     wait_until,
 )
 from tests.harness.environment.randomness import create_random
@@ -57,15 +58,18 @@ def find_free_port() -> int:
 def list_rank_pids(process: Command) -> list[int]:
     """Return the process IDs of the ranks of a run, in the order of ranks.
 
-    The launcher is `make exp` or torchrun. A rank executes the same Python interpreter as the launcher; other children,
-    such as git, execute other programs.
+    `process` is the launcher: the script of the experiment, or torchrun. Ranks execute the same Python interpreter as
+    the launcher. Its other children are the tracking process and other programs, such as git.
     """
     launcher = Path(f"/proc/{process.pid}")
     interpreter = (launcher / "exe").readlink()
     ranks = []
     for pid in (launcher / "task" / f"{process.pid}" / "children").read_text().split():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the child has exited in the meantime
-            if Path(f"/proc/{pid}/exe").readlink() == interpreter:
+            entry = Path(f"/proc/{pid}")
+            command_line = (entry / "cmdline").read_bytes() + read_forked_command(entry)
+            is_tracking = b"common.runs.tracking.wandb_process" in command_line
+            if (entry / "exe").readlink() == interpreter and not is_tracking:
                 ranks.append(int(pid))
     return ranks
 
