@@ -208,7 +208,7 @@ def tls_table(samples: Samples) -> Table:
         slowdown = measure_encryption(samples, point)
         bounds = [compute_encryption_bound(samples, point, size, name) for name in ("records", "seconds")]
         rows.append(Row(f"ring, tls / ring, network, {point}", [slowdown, *bounds], bound, at_least=False))
-    return Table(("measured", "value", "with TLS records, not sent", "with the cipher alone"), rows)
+    return Table(("measured", "value", "bound: TLS records", "bound: cipher alone"), rows)
 
 
 def cable_table(samples: Samples) -> Table:
