@@ -32,7 +32,9 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
     settings.write_text(slow_learner)
 
     omitted = [f"--deselect={test}" for test in OMITTED]
-    pytest = [".venv/bin/python", "-m", "pytest", "-vv", "-k", SELECTION, *omitted, *FOLDERS, *FILES]
+    # A test that waits forever ends before this one, so that its name and its stack are printed.
+    options = ["-vv", "-o", "timeout=200", "-k", SELECTION]
+    pytest = [".venv/bin/python", "-m", "pytest", *options, *omitted, *FOLDERS, *FILES]
     env = make_environment(PYTEST_ADDOPTS="")
     env.pop("PYTEST_XDIST_WORKER", None)  # this pytest is not a worker, and shares no folders with other test runs
     completed = execution.execute_command(pytest, cwd=clone, env=env, timeout=3600, real_process=True, status=0)

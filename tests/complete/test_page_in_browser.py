@@ -108,6 +108,16 @@ def check_browser_log(chrome: Any) -> None:
     assert not log, log
 
 
+def open_page(chrome: Any, page: Path) -> None:
+    """Open the page, and wait until its charts are drawn. The browser draws them after the page is loaded."""
+    chrome.get(page.as_uri())
+    wait_for_charts(chrome)
+
+
+def wait_for_charts(chrome: Any) -> None:
+    wait_until(lambda: chrome.execute_script("return document.querySelector('.chart .line') !== null"), "the charts")
+
+
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Any]:
     with open_browser() as started:
@@ -123,7 +133,7 @@ def test_the_page_works_from_disk_without_a_network(tmp_path: Path, chrome: Any)
     in_process_calls.call_verb("compare", f"--runs-folder={runs}")
     page = runs / "compare.html"
     set_page_width(chrome, 1300)
-    chrome.get(page.as_uri())
+    open_page(chrome, page)
     check_browser_log(chrome)
     assert chrome.title == "6 runs compared"
     requested = [url for url in read_requested_urls(chrome) if not url.startswith(("data:", "blob:"))]
@@ -146,7 +156,7 @@ def test_nothing_overlaps_at_any_width_and_all_controls_work(tmp_path: Path, chr
     page.write_text(compare_page.render_page(make_runs(14, 20_000), ["model.depth", "optim.lr"], [], []))
     for width in (360, 700, 1300, 2560):
         set_page_width(chrome, width)
-        chrome.get(page.as_uri())
+        open_page(chrome, page)
         for scheme in ("light", "dark"):
             set_color_scheme(chrome, scheme)
             widths = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
@@ -270,10 +280,9 @@ def read_column(chrome: Any, name: str) -> list[list[str]]:
     return list(chrome.execute_script(f"return [...results.tBodies].map(b => {rows})"))
 
 
-def sort_by(chrome: Any, name: str) -> None:
-    """Click on the head of a column."""
-    button = f"[...document.querySelectorAll('thead button')].find(b => b.textContent === '{name}')"
-    chrome.execute_script(f"{button}.click()")
+def find_head(name: str) -> str:
+    """Return the JavaScript expression of the button in the head of a column."""
+    return f"[...document.querySelectorAll('thead button')].find(b => b.textContent === '{name}')"
 
 
 def check_table(chrome: Any) -> None:
@@ -281,11 +290,11 @@ def check_table(chrome: Any) -> None:
     from selenium.webdriver.common.by import By
 
     for reverse in (False, True):
-        sort_by(chrome, "samples/s")
+        chrome.execute_script(f"{find_head('samples/s')}.click()")
         column = read_column(chrome, "samples/s")
         assert [len(speeds) for speeds in column] == [3, 3, 2, 2, 2, 2]
         assert column == [sorted(speeds, key=int, reverse=reverse) for speeds in column]
-    sort_by(chrome, "waiting")
+    chrome.execute_script(f"{find_head('waiting')}.click()")
     assert read_column(chrome, "waiting")[1] == ["15%"] * 3
     chrome.find_element(By.ID, "filter").send_keys("DEPTH=3 failed")
     matching = ["000a depth=3 lr=0.0091 failed"]
@@ -302,7 +311,7 @@ def test_fifty_long_runs_are_loaded(tmp_path: Path, chrome: Any) -> None:
     set_page_width(chrome, 1300)
     chrome.get("about:blank")
     start = time.perf_counter()
-    chrome.get(page.as_uri())
+    open_page(chrome, page)
     line_count = chrome.execute_script("return document.querySelectorAll('.chart .line').length")
     seconds = time.perf_counter() - start
     print(f"50 runs of 10,000 steps: {page.stat().st_size / 1e6:.1f} MB, drawn in {seconds:.2f} s")
@@ -343,15 +352,19 @@ def test_images_are_shown(tmp_path: Path, chrome: Any) -> None:
 def test_a_followed_page_reloads_itself_and_keeps_the_choices(tmp_path: Path, chrome: Any) -> None:
     page = tmp_path / "page.html"
     runs = make_runs(4, 100)
-    page.write_text(compare_page.render_page(runs[:3], ["optim.lr"], [], [], reload_seconds=0.2))
+    page.write_text(compare_page.render_page(runs[:3], ["optim.lr"], [], [], reload_seconds=2))
     set_page_width(chrome, 1300)
-    chrome.get(page.as_uri())
-    chrome.execute_script("document.querySelector('[name=along][value=\"1\"]').click()")
-    chrome.execute_script("filter.value = 'lr=0.'; filter.dispatchEvent(new Event('input'))")
-    chrome.execute_script("document.querySelectorAll('#legend .run input')[1].click()")
-    sort_by(chrome, "accuracy")
+    open_page(chrome, page)
+    # One script, so that no reload begins between two choices.
+    chrome.execute_script(
+        "document.querySelector('[name=along][value=\"1\"]').click();"
+        "filter.value = 'lr=0.'; filter.dispatchEvent(new Event('input'));"
+        "document.querySelectorAll('#legend .run input')[1].click();"
+        f"{find_head('accuracy')}.click()"
+    )
     page.write_text(compare_page.render_page(runs, ["optim.lr"], [], []))
     wait_until(lambda: chrome.title == "4 runs compared", "the new page")
+    wait_for_charts(chrome)
     assert "samples" in read_axes(chrome, "training loss")
     visible_runs = "return [...document.querySelector('.chart').querySelectorAll('.curve')].map(g => +g.dataset.curve)"
     assert chrome.execute_script(visible_runs) == [0, 2, 3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,8 @@ from common.ranks.rank_info import RankInfo
 from common.system.errors import UserError
 from common.training.entry_point import run_from_command_line
 from configs.ddp_multinode import Config
+from tests.harness.commands import execution
+from tests.harness.commands.processes import make_environment
 from tests.harness.commands.refusals import expect_refusal
 
 
@@ -54,15 +56,15 @@ def test_a_copied_script_with_the_config_of_another_experiment_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("command_line")
-def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (63, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"^ulimit -n is 63, but a run opens more .*; use ulimit -n 1024$"):
-            run_script()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(
+    tmp_path: Path, digits: tuple[str, ...]
+) -> None:
+    """The script is a real process, because this one may have more open files than the limit."""
+    script = (sys.executable, "experiments/ddp_multinode.py", *digits, f"runs={tmp_path / 'runs'}")
+    argv = ["bash", "-c", 'ulimit -n 63; exec "$@"', "bash", *script]
+    completed = execution.execute_command(argv, env=make_environment(), real_process=True, status=2)
+    message = "ulimit -n is 63, but a run opens more files and connections; use ulimit -n 1024"
+    assert completed.stderr == f"error: {message}\n"
     assert not list(tmp_path.iterdir())
 
 
