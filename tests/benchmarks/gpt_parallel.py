@@ -23,7 +23,7 @@ from tests.benchmarks import strategies
 from tests.benchmarks.amp_accum import no_gpu
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task, Team, Values, summarize_values
-from tests.benchmarks.parts import Part, finish, run_of
+from tests.benchmarks.parts import Part, finish, ignore_other_programs, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
 from tests.harness.settings_text import split_settings
 
@@ -203,11 +203,6 @@ def memory_sides(scratch: Path) -> list[Team | Task]:
         task = run_of(scratch, label, NAME, *SIZES, *SETTINGS, "steps=3", ONE_THREAD, *layout, keep=keep)
         tasks.append(ignore_other_programs(task))
     return tasks
-
-
-def ignore_other_programs(task: Task) -> Task:
-    """Return a task of which no round counts as disturbed, because other programs do not change the bytes of a run."""
-    return Task(task.name, lambda number: {**task.run(number), "others": 0.0})
 
 
 def memory_table(samples: Samples) -> Table:

@@ -78,6 +78,14 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
     return Task(label, run)
 
 
+def ignore_other_programs(task: Task) -> Task:
+    """Return a task of which no round counts as disturbed.
+
+    This is correct if the table shows only numbers that other programs do not change, such as bytes and accuracies.
+    """
+    return Task(task.name, lambda number: {**task.run(number), "others": 0.0})
+
+
 class RunFailedError(CausedRuntimeError):
     """A run has failed, with the cause in its result."""
 

@@ -39,7 +39,7 @@ from tests.benchmarks.amp_accum import no_gpu
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Side, Task, Team
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import QUIET, Part, run_of
+from tests.benchmarks.parts import QUIET, Part, ignore_other_programs, run_of
 from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "sparse_prune"
@@ -61,7 +61,7 @@ def accuracy_sides(scratch: Path) -> list[Task]:
         for criterion in CRITERIA:
             settings = (*shared, f"criterion={criterion}", f"sparsity={level}")
             tasks.append(run_of(scratch, f"{criterion} {level}", NAME, *settings, keep=KEEP))
-    return tasks
+    return [ignore_other_programs(task) for task in tasks]
 
 
 def make_accuracy_row(samples: Samples, label: str, side: str, bound: float | None = None) -> Row:
