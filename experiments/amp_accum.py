@@ -170,8 +170,8 @@ def set_float32_precision(cfg: Config, run: Run) -> None:
         torch.backends.cudnn.conv.fp32_precision = products  # type: ignore[attr-defined]
     elif cfg.precision == "tf32":
         run.log_message("precision=tf32 needs an NVIDIA GPU; on this CPU, the run uses fp32")
-    elif cfg.precision == "fp16" and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        run.log_message("precision=fp16 is slow on this CPU, which emulates fp16 products; bf16 may be faster")
+    elif cfg.precision == "fp16" and not torch.cpu._is_amx_fp16_supported():
+        run.log_message("precision=fp16 can be slow on this CPU, which lacks AMX-FP16 instructions; bf16 may be faster")
     if cfg.compile and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
         raise UserError("compile=true needs a C++ compiler, but none was found; install g++ or omit compile")
 

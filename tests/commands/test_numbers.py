@@ -72,7 +72,6 @@ WEAK_TABLES = {
     "cluster/elastic_faults",
     "cluster/faults",
     "crossover/accuracy",
-    "param_server/slow_cable",
     "sparse_prune/criteria",
 }
 """Tables with too few undisturbed rounds. The publisher refuses further ones."""
