@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 from common.runs.folder import read_json, write_json
@@ -79,6 +80,15 @@ class FaultRecord:
         settings = {"seed": self.seed, "rounds": self.rounds, "names": list(self.names)}
         return settings | {"steps": STEPS, "every": CHECKPOINT_STEPS, "commit": Record().commit}
 
+    @property
+    def command(self) -> str:
+        """The command that executes the plan."""
+        options = ["--elastic"] if self.elastic else []
+        options += [f"--rounds={self.rounds}", f"--seed={self.seed}"]
+        if self.names:
+            options += ["--only", *self.names]
+        return shlex.join(["python", "-m", "tests.cluster.faults", *options])
+
     def load(self) -> list[Struck]:
         """Return the runs of this plan that an interrupted command has recorded at this commit."""
         facts = read_json(self.file)
@@ -90,10 +100,8 @@ class FaultRecord:
         """Write every run, and the table of all faults so far into the record of this machine and day."""
         RESULTS.mkdir(exist_ok=True)
         write_json(self.file, self.plan | {"rows": [dataclasses.asdict(row) for row in rows]})
-        option = " --elastic" if self.elastic else ""
-        command = f"python -m tests.cluster.faults{option} --rounds={self.rounds} --seed={self.seed}"
         rounds = min(map(len, group_by_fault(rows).values()))
-        about = {"title": self.name.replace("_", " "), "command": command, "rounds": rounds}
+        about = {"title": self.name.replace("_", " "), "command": self.command, "rounds": rounds}
         Record().put_table(f"cluster/{self.name}", about, summarize_elastic(rows) if self.elastic else summarize(rows))
 
 
