@@ -36,7 +36,7 @@ class Config(Replicated):
     """All-reduce gradients once per step instead of after every microbatch. Both values of no_sync give the same
     result."""
     channels_last: bool = False
-    """Store images and filters in the channels_last memory format, which speeds up convolutions."""
+    """Store images and filters in the channels_last memory format, which can speed up convolutions."""
     compile: bool = False
     """Compile the model with torch.compile, which needs a C++ compiler and delays the first step by up to a minute."""
     init_scale: float = between(1e-3, 1e9, 65536)

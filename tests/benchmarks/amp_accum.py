@@ -257,7 +257,7 @@ def make_bit_part(pixels: int) -> Part:
         lambda scratch: bit_sides(scratch, pixels),
         lambda samples: bit_table(samples, pixels),
         check=bit_check,
-        facts=("2 threads", "batch size 32"),
+        facts=("one process with 2 threads", "batch size 32"),
     )
 
 

@@ -339,7 +339,7 @@ def test_images_are_shown(tmp_path: Path, chrome: Any) -> None:
     for step in (5, 10):
         media.write_image(folder.list_attempts()[0], step, "digit", pixels)
     in_process_calls.call_verb("compare", f"--runs-folder={tmp_path}")
-    chrome.get((tmp_path / "compare.html").as_uri())
+    open_page(chrome, tmp_path / "compare.html")
     images = "[...document.images].map(image => [image.naturalWidth, image.closest('a').textContent])"
     chrome.execute_script("document.querySelector('#images').scrollIntoView()")
     wait_until(lambda: all(chrome.execute_script("return [...document.images].map(i => i.complete)")), "the images")
@@ -362,7 +362,9 @@ def test_a_followed_page_reloads_itself_and_keeps_the_choices(tmp_path: Path, ch
         "document.querySelectorAll('#legend .run input')[1].click();"
         f"{find_head('accuracy')}.click()"
     )
-    page.write_text(compare_page.render_page(runs, ["optim.lr"], [], []))
+    new_page = tmp_path / "new.html"
+    new_page.write_text(compare_page.render_page(runs, ["optim.lr"], [], []))
+    new_page.replace(page)
     wait_until(lambda: chrome.title == "4 runs compared", "the new page")
     wait_for_charts(chrome)
     assert "samples" in read_axes(chrome, "training loss")

@@ -28,7 +28,7 @@ ENTRY = Entry(
         ("model=mlp", "precision=fp16", "growth_interval=4", "init_scale=1e8", "accumulate=3", "dropout=0.3"),
         ("precision=bf16", "no_sync=false", "optim.name=adam", "clip=1", "accumulate=3", "shards=[1,4]"),
     ),
-    page_settings=("batch=16",),  # fp16 is slow on processors without instructions for it
+    page_settings=("batch=16",),  # fp16 is slow on most CPUs
     page_commands_tested_elsewhere={"make exp NAME=amp_accum ARGS=sweep=true": "tests/experiments/test_amp.py"},
     tests_export=True,
     evaluation_variants=(("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16"),),
