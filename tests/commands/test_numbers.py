@@ -71,8 +71,6 @@ def test_no_measured_number_is_typed_by_hand(page: Path) -> None:
 WEAK_TABLES = {
     "cluster/elastic_faults",
     "cluster/faults",
-    "crossover/accuracy",
-    "sparse_prune/criteria",
 }
 """Tables with too few undisturbed rounds. The publisher refuses further ones."""
 
