@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 
 from common.runs.folder import read_json, write_json
-from tests.benchmarks.records import RESULTS, Record, Row, Table
+from tests.benchmarks.measure import summarize_values
+from tests.benchmarks.records import RESULTS, Cell, Record, Row, Table
 from tests.cluster.lab import CHECKPOINT_STEPS, STEPS
 
 
@@ -122,12 +123,12 @@ def summarize(rows: list[Struck]) -> Table:
     """Return a table with one line per fault."""
     lines = []
     for fault, runs in group_by_fault(rows).items():
-        experiments = ", ".join(row.experiment for row in runs)
+        experiments = ", ".join(sorted({row.experiment for row in runs}))
+        times = [summarize_times(runs, name) for name in ("detected", "resumed")]
         redone = ", ".join(map(format_redone, runs))
-        cells = [experiments, format_range(runs, "detected"), format_range(runs, "resumed"), redone, count_equal(runs)]
-        lines.append(Row(fault, cells))
-    times = ("detected after (s)", "resumed after (s)")
-    return Table(("fault", "experiment of each round", *times, "steps repeated", "bit-identical result"), lines)
+        lines.append(Row(fault, [experiments, *times, redone, count_equal(runs)]))
+    heads = ("experiments", "detected after (s)", "resumed after (s)", "steps repeated", "bit-identical result")
+    return Table(("fault", *heads), lines)
 
 
 def summarize_elastic(rows: list[Struck]) -> Table:
@@ -135,15 +136,11 @@ def summarize_elastic(rows: list[Struck]) -> Table:
     lines = []
     for fault, runs in group_by_fault(rows).items():
         attempts = ", ".join(str(row.starts) for row in runs)
-        lines.append(Row(fault, [format_range(runs, "resumed"), attempts, count_equal(runs)]))
+        lines.append(Row(fault, [summarize_times(runs, "resumed"), attempts, count_equal(runs)]))
     return Table(("fault", "resumed after (s)", "attempts", "losses equal to within 1e-9"), lines)
 
 
-def format_range(rows: list[Struck], name: str) -> str:
-    """Return the shortest and the longest of the times `name`, or "-" if none was measured."""
+def summarize_times(rows: list[Struck], name: str) -> Cell:
+    """Return the median of the times `name` with the lowest and the highest one, or "-" if none was measured."""
     seconds = [getattr(row, name) for row in rows if getattr(row, name) is not None]
-    if not seconds:
-        return "-"
-    shortest = f"{min(seconds):.1f}"
-    longest = f"{max(seconds):.1f}"
-    return shortest if shortest == longest else f"{shortest} to {longest}"
+    return summarize_values(seconds) if seconds else "-"
