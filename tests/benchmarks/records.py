@@ -259,7 +259,8 @@ def count_rounds(part: Mapping[str, Any]) -> list[str]:
     count = part["rounds"] if is_disturbed(part) or "undisturbed" not in part else part["undisturbed"]
     if count == 1:
         return ["1 round"]
-    return [f"medians [lowest..highest] of {count} rounds" if "samples" in part else f"{count} rounds"]
+    has_medians = any(not isinstance(cell, str) for row in part["table"]["rows"] for cell in row["cells"])
+    return [f"medians [lowest..highest] of {count} rounds" if has_medians else f"{count} rounds"]
 
 
 def describe_disturbance(part: Mapping[str, Any]) -> str:

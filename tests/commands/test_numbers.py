@@ -130,8 +130,8 @@ def test_the_line_below_a_table_names_its_conditions() -> None:
     machine = {"cpu": "cpu", "cores": 2, "memory_gb": 25}
     versions = {"python": "3.11.7", "numpy": "2.4.6", "torch": "2.15.0"}
     about = {"date": "2026-01-01", "machine": machine, "versions": versions}
-    table = {"columns": ["side", "ms a step"], "rows": [Row("DDP", ["1"]).json()]}
-    part = about | {"table": table, "rounds": 5, "samples": {}, "command": "make bench NAME=x/y", "facts": facts}
+    table = {"columns": ["side", "ms a step"], "rows": [Row("DDP", [measure.Number(1, 1, 1)]).json()]}
+    part = about | {"table": table, "rounds": 5, "command": "make bench NAME=x/y", "facts": facts}
     line = (
         f"[Measured]({METHOD}) on 2026-01-01 with `make bench NAME=x/y`: medians [lowest..highest] of 5 rounds; "
         "2 processes with 1 thread each; batch size 16; links limited to 200 Mbit/s; "
