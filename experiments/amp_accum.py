@@ -1,7 +1,7 @@
 """Mixed precision and gradient accumulation: smaller number formats and larger batches with the same result.
 
     python experiments/amp_accum.py                                            bf16, four microbatches, two ranks
-    python experiments/amp_accum.py precision=fp16 clip=1                      fp16 with loss scaling
+    python experiments/amp_accum.py precision=fp16 clip=1 steps=20             fp16 with loss scaling
     python experiments/amp_accum.py processes_per_node=1 accumulate=1 precision=fp32
     python experiments/amp_accum.py sweep=true                                 a sweep, with a table and plots
     python experiments/amp_accum.py model=resnet50 data.name=generated data.image_size=64 channels_last=true steps=20
