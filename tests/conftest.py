@@ -36,8 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start one fork server for all workers; it executes its imports while they collect the tests.
 
     It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
-    The process that starts the workers executes no test, and imports no torch.
+    The process that starts the workers executes no test, and imports no torch. Garbage is collected again after the
+    collection of the tests.
     """
+    gc.disable()
     hide_gpus()
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ.update(MEMORY)
@@ -51,6 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from examining imported modules and collected tests again and again."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -53,7 +53,6 @@ Main = Callable[[T, Run], None]
 
 def start(main: Main[T], schema: type[T]) -> None:
     """Run an experiment, or a sweep of the experiment if `sweep=true`, and exit the process."""
-    gc.freeze()  # imported modules live until the exit, and the garbage collector need not examine them again
     rank_info = None
     try:
         with exit_on_user_error():
@@ -125,6 +124,7 @@ def run_experiment(
     folder is deleted. If `submitted` is True, the folder is kept, and the SLURM job of the run writes the result.
     """
     discard_unwritable_output()
+    gc.freeze()  # imported modules live until the exit, and the garbage collector need not examine them again
     if is_run_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
         return run_to_resume, 0
     with ranks.acquire_run(cfg, run_to_resume) as run_folder:

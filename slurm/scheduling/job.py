@@ -34,6 +34,7 @@ from common.system.errors import (
     exit_on_user_error,
 )
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
+from common.system.imports import import_without_garbage_collection
 from common.system.processes import exit_without_cleanup
 from slurm.scheduling import submission
 from slurm.scheduling.job_failures import record_job_failure
@@ -87,8 +88,9 @@ def train_as_rank(folder: RunFolder) -> int:
     try:
         if os.environ.get("SLURM_PROCID") == "0" and REPLACED_RANK_VARIABLE not in os.environ:
             submission.check_run_belongs_to_this_job(folder)
-        from common.config import config
-        from common.training import entry_point  # deferred, because this import takes seconds
+        with import_without_garbage_collection():  # deferred, because these imports take seconds
+            from common.config import config
+            from common.training import entry_point
 
         schema = config.import_schema(folder.experiment)
         cfg = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])

@@ -50,17 +50,20 @@ LAZY_MODULES = (
 def preload() -> None:
     """Import the project and its dependencies, without executing anything else."""
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's OpenBLAS would start threads when it is imported
-    import common
-    import configs
-    import experiments
-    import slurm
+    from common.system.imports import import_without_garbage_collection
 
-    for package in (configs, common, slurm, experiments):
-        for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-            if not module.name.endswith("__main__"):
-                importlib.import_module(module.name)
-    for name in LAZY_MODULES:
-        importlib.import_module(name)
+    with import_without_garbage_collection():
+        import common
+        import configs
+        import experiments
+        import slurm
+
+        for package in (configs, common, slurm, experiments):
+            for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
+        for name in LAZY_MODULES:
+            importlib.import_module(name)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # those of torch destroy operator libraries and write to 30 MB of memory
     gc.collect()
