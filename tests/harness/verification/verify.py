@@ -27,6 +27,8 @@ from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 
 WHOLE_LISTS: Mapping[str, str] = MappingProxyType({ALL_CASES_VARIABLE: "1", "PYTEST_TIMEOUT": "3600"})
 """Environment of the test suites. A test that executes a whole list may take an hour on a slow machine."""
+OTHER_SUITES = ("parity", "recovery", "complete")
+"""Folders that `make test-all` tests in addition to `make test`. One step each, so that less is repeated."""
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "verify.json"
 
 
@@ -42,7 +44,8 @@ def list_steps() -> list[VerificationStep]:
     """Return the steps, the quickest first."""
     steps = [
         VerificationStep("lint", ("make", "lint")),
-        VerificationStep("suites", ("make", "test-all"), WHOLE_LISTS),
+        VerificationStep("fast tests", ("make", "test"), WHOLE_LISTS),
+        *(make_suite_step(folder) for folder in OTHER_SUITES),
         VerificationStep("cluster", ("make", "test-slurm"), {**WHOLE_LISTS, "FAULT_NOTICES": "20"}),
     ]
     for technique in sorted(DELETABLE_TECHNIQUES):
@@ -58,6 +61,12 @@ def list_steps() -> list[VerificationStep]:
         make_step("planted mistakes", "tests.benchmarks.planted_mistakes", "check"),
     ]
     return steps
+
+
+def make_suite_step(folder: str) -> VerificationStep:
+    """Return the step that executes all cases of a folder of tests."""
+    command = (sys.executable, "-m", "pytest", f"tests/{folder}", "--numprocesses", "4", "--dist", "worksteal")
+    return VerificationStep(folder, command, WHOLE_LISTS)
 
 
 def make_step(name: str, module: str, *arguments: str) -> VerificationStep:
