@@ -32,7 +32,6 @@ from configs.mnist_pipeline import Config
 from configs.shared import Wandb
 from tests.harness.commands import execution
 from tests.harness.commands.processes import (
-    WAIT_TIMEOUT,
     FinishedRun,
     Settings,
     make_environment,
@@ -185,7 +184,7 @@ def test_the_api_key_is_in_no_file_and_no_command_line(offline: Offline) -> None
 
 def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     first = read_tracking_status(offline.completed.folder)["id"]
-    folder, _ = track_finished_run(offline.completed.folder, tmp_path, wandb_id=first)
+    folder = track_finished_run(offline.completed.folder, tmp_path, wandb_id=first)
     assert read_tracking_status(folder)["id"] == first
     assert extract_metrics(read_records(folder)) == list_expected_rows(folder)
 
@@ -213,7 +212,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
         file.write('{"damaged\n{"cut o')
     repeated_rows = list(source.list_attempts()[1].read_attempt_rows())
     assert [row["global_step"] for row in repeated_rows[:2]] == [21, 22], "the first attempt ended after step 25"
-    folder, _ = track_finished_run(source, tmp_path / "place", number=2, keep_wandb_files=True)
+    folder = track_finished_run(source, tmp_path / "place", number=2, keep_wandb_files=True)
     tracked = read_records(folder)
     (started,) = select_records(tracked, "run")
     assert started["run_group"] == "pair"
@@ -238,7 +237,7 @@ def test_the_missing_rows_of_a_killed_attempt_are_sent_with_the_next_attempt(slo
     """The first attempt was killed with its host after step 25, and the second resumed from step 20."""
     source = copy_with_two_starts(slow, tmp_path / "source")
     wandb_rows.write_note(source.list_attempts()[0], wandb_rows.TrackingNote())
-    folder, _ = track_finished_run(source, tmp_path / "place", number=2)
+    folder = track_finished_run(source, tmp_path / "place", number=2)
     assert read_offline_metrics(folder) == list_expected_rows(folder)
     steps = [row["global_step"] for row in read_offline_metrics(folder) if "loss" in row]
     assert steps == list(range(1, 31)), "each step once"
@@ -250,7 +249,7 @@ def test_the_missing_rows_of_a_killed_attempt_are_sent_with_the_next_attempt(slo
 
 def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> None:
     """The conversion is killed after it moved the folder but before it wrote the notes, or before both."""
-    folder, _ = track_finished_run(slow, tmp_path / "place")
+    folder = track_finished_run(slow, tmp_path / "place")
     (attempt,) = folder.list_attempts()
     (offline_folder,) = folder.path.glob("wandb/offline-run-*")
     wandb_rows.write_note(attempt, wandb_rows.TrackingNote())
@@ -265,14 +264,14 @@ def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> 
     temporary.mkdir()
     note = {"path": str(temporary), "host": os.uname().nodename}
     write_json(folder.path / "wandb/temporary.json", note)
-    again, _ = track_finished_run(folder, tmp_path / "again", number=1, keep_wandb_files=True)
+    again = track_finished_run(folder, tmp_path / "again", number=1, keep_wandb_files=True)
     assert read_offline_metrics(again) == list_expected_rows(again)
     assert not temporary.exists()
     assert not (again.path / "wandb/unfinished").exists()
 
 
 def test_a_run_without_a_result_is_tracked_as_failed(tmp_path: Path) -> None:
-    folder, _ = track_finished_run(
+    folder = track_finished_run(
         SyntheticRun("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place"
     )
     assert get_exit_code(read_records(folder)) == 1
@@ -320,7 +319,7 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, e
 
 
 def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG), tmp_path, WAIT_TIMEOUT)
+    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG), tmp_path)
     output = process.stdout + process.stderr
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in output

