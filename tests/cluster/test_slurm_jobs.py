@@ -16,11 +16,11 @@ from common.config import config
 from common.runs.folder import RunFolder, read_json
 from tests.harness.commands.processes import read_result_values, run_experiment, select_applicable_settings
 from tests.harness.custom_code.examples import write_example
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRIES, REPLICATED_ENTRY, Entry
 from tests.harness.slurm.cluster_site import HIGH_PRIORITY, Site, start_cluster, wait_on_cluster
 
 pytestmark = pytest.mark.timeout(300)
-all_experiments = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 FINAL_ROWS = {True: "test loss", False: "bytes sent"}  # a row of the final table, if the experiment trains or not
 SECRET = "0123456789abcdef" * 2 + "01234567"  # as one literal, the snapshot of this file would contain it
 
@@ -50,7 +50,7 @@ def check_same_losses(name: str, folder: RunFolder, runs: Path) -> RunFolder:
     return local.folder
 
 
-@all_experiments
+@pytest.mark.parametrize("entry", draw_cases("jobs", ENTRIES, 5), ids=lambda entry: entry.name)
 def test_a_job_on_two_hosts_reproduces_a_local_run(site: Site, entry: Entry, tmp_path: Path) -> None:
     settings = (*entry.smallest_settings, "steps=30", "epochs=1")
     output = submit_and_follow(site, entry.name, f"two-{entry.name}", *settings)
@@ -170,7 +170,7 @@ def list_settings(site: Site, runs: str) -> list[str]:
     return site.format_settings_option(runs, "steps=10").removeprefix("--args=").split()
 
 
-@all_experiments
+@pytest.mark.parametrize("entry", draw_cases("srun", ENTRIES, 3), ids=lambda entry: entry.name)
 def test_srun_starts_an_experiments_script(site: Site, entry: Entry) -> None:
     runs = f"srun-{entry.name}"
     settings = select_applicable_settings(

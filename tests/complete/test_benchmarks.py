@@ -12,12 +12,13 @@ from tests.benchmarks import growth, optimizers, ranks, runs, strategies
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
 from tests.harness.commands import in_process_calls
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.discovery import import_if_exists
 from tests.harness.experiments.registry import TRAINING_ENTRIES, Entry
 
 
 @pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", draw_cases("measured experiments", TRAINING_ENTRIES, 3), ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
     data = () if entry.name == "resnet_modelparallel" else ("data.name=digits",)
     arguments = (*data, *entry.smallest_settings, f"data.cache={cache}", "steps=6", "data.test_limit=50")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.ranks.programs import check_program
 
 WORLDS = [
@@ -17,6 +18,6 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, transport, cases", WORLDS)
+@pytest.mark.parametrize("ranks, transport, cases", draw_cases("collectives", WORLDS, 4))
 def test_every_collective_equals_arithmetic(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
     check_program("backend_calls", ranks, transport, *cases)

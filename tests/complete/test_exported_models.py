@@ -21,6 +21,7 @@ from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.custom_code.examples import write_example
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.entry import Entry
 from tests.harness.experiments.exported_programs import run_exported_program
@@ -141,7 +142,7 @@ def test_onnx_is_exported_or_missing_packages_are_named(finished: GetRun, tmp_pa
         assert not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize("name, settings", EVALUATED)
+@pytest.mark.parametrize("name, settings", draw_cases("evaluated models", EVALUATED, 4))
 def test_models_of_every_kind_of_training_are_evaluated(
     name: str, settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from common.runs.folder import read_json
 from tests.harness.commands.processes import FinishedRun, run_experiment
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import run_experiment_once
 from tests.harness.experiments.registry import ENTRIES, Entry
 from tests.harness.parity.ddp_cases import DDP
@@ -37,7 +38,7 @@ def check_equal_losses(trained: FinishedRun, single_process: FinishedRun) -> Non
     assert len(trained.losses) == STEPS
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("entry", draw_cases("built-in backend", ENTRIES, 5), ids=lambda entry: entry.name)
 def test_two_ranks_equal_one(entry: Entry, tmp_path: Path, quick: tuple[str, ...]) -> None:
     """A pure measurement itself compares its outputs with arithmetic."""
     model = ("model=mlp",) if entry.name == "amp_accum" else ()  # the shards of BatchNorm differ
@@ -65,7 +66,7 @@ def make_id(parameter: Entry | str) -> str:
     return parameter.name if isinstance(parameter, Entry) else parameter
 
 
-@pytest.mark.parametrize(("entry", "transport"), OVER_TRANSPORTS, ids=make_id)
+@pytest.mark.parametrize(("entry", "transport"), draw_cases("transports", OVER_TRANSPORTS, 5), ids=make_id)
 def test_an_experiment_over_a_transport_equals_one_process(
     entry: Entry, transport: str, tmp_path: Path, quick: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -148,8 +148,8 @@ STAGE_CASES = {
     """,
 }
 """Cases of four blocks and four microbatches, one in each line."""
-DRAWN_CASES = {2: 3, 3: 1, 4: 3, 8: 1}
-DRAWN_STAGE_CASES = {2: 2, 3: 1, 4: 2, 8: 1}
+DRAWN_CASES = {2: 2, 3: 1, 4: 2, 8: 1}
+DRAWN_STAGE_CASES = {2: 1, 3: 1, 4: 1, 8: 1}
 """Number of cases that a test run draws for each number of ranks."""
 SAVED = f"checkpoint.every_steps={INTERRUPTED_STEP},{FEW}"
 UNINTERRUPTED = f"tensor=2,fsdp=2,{SAVED}"

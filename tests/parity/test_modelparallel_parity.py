@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.parity.driver import train_cases
 from tests.harness.parity.method import run_reference
 from tests.harness.parity.reference import list_differences, list_loss_differences
@@ -54,7 +55,7 @@ for process_count in (1, 2, 3):
     LAUNCHES += [(process_count, kind) for kind in cases(process_count)]
 
 
-@pytest.mark.parametrize(("processes", "kind"), LAUNCHES)
+@pytest.mark.parametrize(("processes", "kind"), draw_cases("modes", LAUNCHES, 4))
 def test_every_mode_equals_the_unsplit_resnet_fed_the_same_microbatches(
     processes: int, kind: str, tmp_path: Path, cache: Path
 ) -> None:

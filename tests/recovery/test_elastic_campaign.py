@@ -14,7 +14,7 @@ SEED = "37"
 CASES = (4, 17, 27, 30, 47, 56, 60, 65, 74, 78)  # two or three ranks, and faults that come soon
 
 
-@pytest.mark.parametrize("number", draw_cases("elastic campaign", CASES, 5))
+@pytest.mark.parametrize("number", draw_cases("elastic campaign", CASES, 3))
 def test_ranks_are_struck_around_joins(
     number: int, cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -46,10 +46,11 @@ from tests.harness.runs.resuming import check_stop_request_in_evaluation
 
 NOTICES = [(STAGED_ENTRY, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
 NOTICES += [(entry, signal.SIGUSR2) for entry in ENTRIES if entry not in (STAGED_ENTRY, REPLICATED_ENTRY)]
+EVALUATING_ENTRIES = [entry for entry in TRAINING_ENTRIES if entry != STAGED_ENTRY]
 HANGING_ENTRIES = [REPLICATED_ENTRY, ENTRY_BY_NAME["resnet_modelparallel"]]
 
 
-@pytest.mark.parametrize("entry, number", NOTICES, ids=lambda value: value.name)
+@pytest.mark.parametrize("entry, number", draw_cases("stop requests", NOTICES, 6), ids=lambda value: value.name)
 def test_a_run_that_gets_a_stop_request_saves_and_exits(
     entry: Entry, number: signal.Signals, tmp_path: Path, quick: Settings
 ) -> None:
@@ -62,7 +63,7 @@ def test_a_hanging_rank_is_named(entry: Entry, tmp_path: Path, quick: Settings) 
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in TRAINING_ENTRIES if entry != STAGED_ENTRY], ids=lambda entry: entry.name
+    "entry", draw_cases("stop requests in evaluations", EVALUATING_ENTRIES, 3), ids=lambda entry: entry.name
 )
 def test_a_stop_request_in_an_evaluation_saves_the_state_before_it(
     entry: Entry, tmp_path: Path, digits: Settings

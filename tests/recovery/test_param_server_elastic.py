@@ -19,6 +19,7 @@ from tests.harness.elastic.faulty_runs import (
     train_on_one_rank,
     train_with_faults,
 )
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.ranks.programs import execute_program
 from tests.harness.runs.resuming import resume_run
@@ -62,7 +63,7 @@ def pick_step(point: str) -> int:
     return STEP.get(point) or random.SystemRandom().randrange(2, 24)
 
 
-@pytest.mark.parametrize("servers, rank, point", KILLED_WORKERS)
+@pytest.mark.parametrize("servers, rank, point", draw_cases("killed workers", KILLED_WORKERS, 4))
 def test_each_worker_may_be_killed_at_each_point(
     servers: int, rank: int, point: str, train_struck: TrainStruck
 ) -> None:

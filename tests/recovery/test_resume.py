@@ -39,10 +39,13 @@ from tests.harness.runs.resuming import (
     train_uninterrupted,
 )
 
-training = pytest.mark.parametrize("entry", TRAINING_ENTRIES, ids=lambda entry: entry.name)
+training = pytest.mark.parametrize(
+    "entry", draw_cases("last evaluations", TRAINING_ENTRIES, 3), ids=lambda entry: entry.name
+)
 archetype = pytest.mark.parametrize("entry", ARCHETYPE_ENTRIES, ids=lambda entry: entry.name)
 WORLDS = [(entry, 2) for entry in ENTRIES if entry not in ARCHETYPE_ENTRIES]
 WORLDS += itertools.product(ARCHETYPE_ENTRIES, (1, 3, 4))
+RESIZABLE_ENTRIES = [entry for entry in TRAINING_ENTRIES if not entry.fixes_rank_count]
 OTHER_SETTINGS: list[tuple[Entry, tuple[str, ...]]] = []
 for experiment in ENTRIES:
     OTHER_SETTINGS += [(experiment, settings) for settings in experiment.resume_variants]
@@ -54,7 +57,7 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
     return "-".join(parameter) if isinstance(parameter, tuple) else str(parameter)
 
 
-@pytest.mark.parametrize("entry, ranks", WORLDS, ids=make_id)
+@pytest.mark.parametrize("entry, ranks", draw_cases("resumed runs", WORLDS, 8), ids=make_id)
 def test_a_resumed_run_is_bitwise_equal(
     entry: Entry, ranks: int, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -64,7 +67,7 @@ def test_a_resumed_run_is_bitwise_equal(
     check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=real)
 
 
-@pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 6), ids=make_id)
+@pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 4), ids=make_id)
 def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     entry: Entry, settings: Settings, tmp_path: Path, quick: Settings
 ) -> None:
@@ -90,7 +93,7 @@ def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
 
 
 @pytest.mark.parametrize(
-    "entry", [entry for entry in TRAINING_ENTRIES if not entry.fixes_rank_count], ids=lambda entry: entry.name
+    "entry", draw_cases("changed numbers of ranks", RESIZABLE_ENTRIES, 3), ids=lambda entry: entry.name
 )
 def test_a_run_is_resumed_with_fewer_ranks_and_then_with_more(entry: Entry, tmp_path: Path, quick: Settings) -> None:
     """Interrupted in both epochs: started by two ranks, resumed by one, and then by two."""
