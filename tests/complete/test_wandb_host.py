@@ -262,11 +262,11 @@ def test_a_run_that_the_host_refuses_is_tracked_offline(tmp_path: Path) -> None:
 
 
 def test_the_wait_for_a_silent_host_ends_after_the_timeout(tmp_path: Path) -> None:
-    """W&B itself would wait for longer than the test allows."""
     source = SyntheticRun("mnist_pipeline", 0, 30).write(tmp_path / "runs")
     with served(AccountOnlyHandler) as url:
         folder = track_finished_run(source, tmp_path / "tracked", url, finish_timeout=4)
-    assert read_tracking_status(folder)["mode"] == "offline"
+    reason = read_tracking_status(folder).get("reason", "")
+    assert "giving up" not in reason, "the timeout must end the wait, and not W&B after 80 seconds"
 
 
 class RefusingHandler(BaseHTTPRequestHandler):

@@ -22,7 +22,6 @@ from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_o
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 API_KEY = "5ec" + "0" * 36 + "7"  # the length of a W&B key
-TRACKING_TIMEOUT = 80.0  # W&B waits for 90 seconds for a host that does not answer
 
 
 def inspect_wandb_folder(folder: RunFolder, *options: str, wandb_folder: str = "") -> str:
@@ -101,7 +100,7 @@ def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subproces
     arguments = (str(folder.path), str(folder.number), mode, seconds)
     argv = [sys.executable, "-m", "common.runs.tracking.wandb_process", *arguments]
     tracking_env = {name: value for name, value in env.items() if name != "WANDB_MODE"}
-    return execution.execute_command(argv, env=tracking_env, timeout=TRACKING_TIMEOUT)
+    return execution.execute_command(argv, env=tracking_env, timeout=100)
 
 
 def list_expected_rows(folder: RunFolder) -> list[dict[str, Any]]:
