@@ -36,8 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start one fork server for all workers; it executes its imports while they collect the tests.
 
     It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
-    The process that starts the workers executes no test, and imports no torch. Garbage is collected again after the
-    collection of the tests.
+    The process that starts the workers executes no test, and imports no torch. Python's garbage collector is disabled
+    until `pytest_collection_finish`.
     """
     gc.disable()
     hide_gpus()

@@ -11,7 +11,7 @@ from common.system.imports import import_without_garbage_collection
 
 
 @pytest.fixture(autouse=True)
-def enabled() -> Iterator[None]:
+def enabled_collector() -> Iterator[None]:
     gc.enable()
     yield
     gc.enable()
