@@ -36,22 +36,22 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start one fork server for all workers; it executes its imports while they collect the tests.
 
     It and all that workers start keep the memory of freed tensors, instead of asking the kernel for it in each step.
-    The process that starts the workers executes no test, and imports no torch. Python's garbage collector is disabled
-    until `pytest_collection_finish`.
+    The process that starts the workers executes no test, and imports no torch. In the other processes, Python's garbage
+    collector is disabled until `pytest_collection_finish`.
     """
-    gc.disable()
     hide_gpus()
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ.update(MEMORY)
         ForkServer.start()
         return
+    gc.disable()
     import torch
 
     torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from examining imported modules and collected tests again and again."""
+    """Enable the garbage collector, which never examines the imported modules and the collected tests."""
     gc.freeze()
     gc.enable()
 

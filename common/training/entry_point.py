@@ -124,7 +124,7 @@ def run_experiment(
     folder is deleted. If `submitted` is True, the folder is kept, and the SLURM job of the run writes the result.
     """
     discard_unwritable_output()
-    gc.freeze()  # imported modules live until the exit, and the garbage collector need not examine them again
+    gc.freeze()  # modules that the experiment has imported live until the exit, like those of common.api
     if is_run_finished(run_to_resume, cfg, report=ranks.is_main):  # a finished run needs no memory check or rendezvous
         return run_to_resume, 0
     with ranks.acquire_run(cfg, run_to_resume) as run_folder:

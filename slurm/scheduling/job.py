@@ -88,9 +88,9 @@ def train_as_rank(folder: RunFolder) -> int:
     try:
         if os.environ.get("SLURM_PROCID") == "0" and REPLACED_RANK_VARIABLE not in os.environ:
             submission.check_run_belongs_to_this_job(folder)
-        with import_without_garbage_collection():  # deferred, because these imports take seconds
+        with import_without_garbage_collection():
             from common.config import config
-            from common.training import entry_point
+            from common.training import entry_point  # imported here, because this import takes seconds
 
         schema = config.import_schema(folder.experiment)
         cfg = config.build_config(schema, [config.read_config_file(folder.path / "submit" / "config.yaml")])

@@ -37,6 +37,7 @@ from tests.harness.commands.processes import (
 from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.slurm.fake_slurm import FakeSlurm
+from tests.harness.verification.verify import FURTHER_FOLDERS
 
 HOSTILE = [
     "x; touch pwned",
@@ -223,6 +224,12 @@ def test_several_targets_accept_the_settings_of_each(place: Path) -> None:
 
 
 # ---- make test
+
+
+def test_make_verify_executes_every_folder_of_make_test_all() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    (folders,) = re.findall(r"pytest \$\(FAST\) (.+) --numprocesses", makefile)
+    assert tuple(folders.split()) == FURTHER_FOLDERS
 
 
 def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:

@@ -44,6 +44,7 @@ from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.runs.tracked_runs import (
     API_KEY,
+    LONG_RUN,
     extract_metrics,
     get_exit_code,
     inspect_wandb_folder,
@@ -56,9 +57,6 @@ from tests.harness.runs.tracked_runs import (
     track_finished_run,
     write_failing_wandb,
 )
-
-# A run that waits for W&B exceeds the time limits of the tests.
-LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=3600")
 
 
 def read_command_lines() -> bytes:
@@ -319,7 +317,7 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, e
 
 
 def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG), tmp_path)
+    process, folder, pid = kill_tracked_rank(1, (*digits, *LONG_RUN), tmp_path)
     output = process.stdout + process.stderr
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 1 (pid {pid}) was killed by SIGKILL" in output

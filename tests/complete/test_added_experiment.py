@@ -36,7 +36,8 @@ def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path)
     # A test that waits forever ends before this one, so that its name and its stack are printed.
     options = ["-vv", "-o", "timeout=200", "-k", SELECTION]
     pytest = [".venv/bin/python", "-m", "pytest", *options, *omitted, *FOLDERS, *FILES]
-    env = make_environment(PYTEST_ADDOPTS="") | {ALL_CASES_VARIABLE: "1"}  # a draw could omit the experiment
+    # A draw of cases could omit the experiment.
+    env = make_environment(PYTEST_ADDOPTS="", **{ALL_CASES_VARIABLE: "1"})
     env.pop("PYTEST_XDIST_WORKER", None)  # this pytest is not a worker, and shares no folders with other test runs
     completed = execution.execute_command(pytest, cwd=clone, env=env, timeout=3600, real_process=True, status=0)
     assert len(re.findall(r"\[\S*my_mlp\S*\] PASSED", completed.stdout)) > MIN_TESTS

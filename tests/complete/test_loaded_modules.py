@@ -1,4 +1,7 @@
-"""An experiment loads the core and its own technique, but no other technique, no backend, and no TLS."""
+"""An experiment loads the core and its own technique, but no other technique, no backend, and no TLS.
+
+The modules are loaded without garbage collection.
+"""
 
 from __future__ import annotations
 
@@ -54,3 +57,10 @@ def test_scripts_load_three_quarters_of_what_they_loaded(loaded: dict[str, dict[
     for name, modules in loaded.items():
         print(f"{name:20} {len(modules):4} modules of common, {sum(modules.values()):8,} tokens")
     assert fmean(sum(loaded[name].values()) for name in SHARED) <= MAX_MEAN_TOKENS
+
+
+def test_common_api_is_imported_without_garbage_collection() -> None:
+    program = "import gc, common.api; print(gc.isenabled(), gc.get_freeze_count() > 100_000)"
+    command = [sys.executable, "-c", program]
+    completed = execution.execute_command(command, env=make_environment(), real_process=True, status=0)
+    assert completed.stdout.split() == ["True", "True"]

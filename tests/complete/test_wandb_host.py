@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from common.runs.folder import RunFolder
+from common.runs.tracking.wandb_process import TIMED_OUT
 from common.runs.tracking.wandb_run import load_run_config
 from tests.harness.commands import execution
 from tests.harness.commands.exit_status import Completed
@@ -42,10 +43,12 @@ from tests.harness.runs.long_runs import start_long_run
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.runs.tracked_runs import (
     API_KEY,
+    LONG_RUN,
     extract_metrics,
     get_exit_code,
     kill_tracked_rank,
     list_expected_rows,
+    prepare_tracking,
     read_offline_metrics,
     read_records,
     read_tracking_status,
@@ -54,7 +57,6 @@ from tests.harness.runs.tracked_runs import (
     write_failing_wandb,
 )
 
-LONG = ("epochs=1000", "steps=0", "log.seconds=0.1", "wandb.finish_timeout=200")
 KEY = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -257,16 +259,18 @@ def test_a_run_that_the_host_refuses_is_tracked_offline(tmp_path: Path) -> None:
     with served(AccountOnlyHandler, refuses_queries=True) as url:
         folder = track_finished_run(source, tmp_path / "tracked", url)
     assert read_tracking_status(folder)["mode"] == "offline"
-    assert "W&B could not start the run: " in read_tracking_status(folder)["reason"]
+    reason = read_tracking_status(folder)["reason"]
+    assert "W&B could not start the run: " in reason
+    assert "error 403" in reason, "the refusal must end the wait, and not a timeout"
     assert extract_metrics(read_records(folder)) == list_expected_rows(folder)
 
 
 def test_the_wait_for_a_silent_host_ends_after_the_timeout(tmp_path: Path) -> None:
     source = SyntheticRun("mnist_pipeline", 0, 30).write(tmp_path / "runs")
     with served(AccountOnlyHandler) as url:
-        folder = track_finished_run(source, tmp_path / "tracked", url, finish_timeout=4)
-    reason = read_tracking_status(folder).get("reason", "")
-    assert "giving up" not in reason, "the timeout must end the wait, and not W&B after 80 seconds"
+        folder, env = prepare_tracking(source, tmp_path / "tracked", url, finish_timeout=4)
+        process = run_tracking(folder, "online", env)
+    assert process.returncode == TIMED_OUT, "the timeout must end the wait, and not W&B"
 
 
 class RefusingHandler(BaseHTTPRequestHandler):
@@ -333,7 +337,7 @@ def test_a_run_trains_without_the_account(
 
 
 def test_a_killed_first_stage_is_named_and_its_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
-    process, folder, pid = kill_tracked_rank(0, (*digits, *LONG), tmp_path)
+    process, folder, pid = kill_tracked_rank(0, (*digits, *LONG_RUN), tmp_path)
     assert process.returncode == 128 + signal.SIGKILL
     assert f"error: rank 0 (pid {pid}) was killed by SIGKILL" in process.stdout + process.stderr
     assert folder.result["state"] == "failed"
@@ -348,7 +352,7 @@ def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
 ) -> None:
     env: dict[str, Any] = {"WANDB_MODE": "offline", "HOME": str(tmp_path / "home")}
     runs = tmp_path / "runs"
-    with start_long_run("mnist_pipeline", *digits, *LONG, runs=runs, **env) as process:
+    with start_long_run("mnist_pipeline", *digits, *LONG_RUN, runs=runs, **env) as process:
         folder = get_only_run(runs)
         wait_until(lambda: len(folder.read_metrics()) > 100, "the run trains")
         assert len(find_processes(str(runs))) >= 3  # launcher and two ranks

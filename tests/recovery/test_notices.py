@@ -44,13 +44,14 @@ from tests.harness.runs.long_runs import (
 )
 from tests.harness.runs.resuming import check_stop_request_in_evaluation
 
-NOTICES = [(STAGED_ENTRY, number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)]
-NOTICES += [(entry, signal.SIGUSR2) for entry in ENTRIES if entry not in (STAGED_ENTRY, REPLICATED_ENTRY)]
+NOTICES_OF_SLURM = [(entry, signal.SIGUSR2) for entry in ENTRIES if entry != REPLICATED_ENTRY]
+NOTICES = [(STAGED_ENTRY, signal.SIGTERM), (STAGED_ENTRY, signal.SIGINT)]
+NOTICES += draw_cases("stop requests", NOTICES_OF_SLURM, 4)
 EVALUATING_ENTRIES = [entry for entry in TRAINING_ENTRIES if entry != STAGED_ENTRY]
 HANGING_ENTRIES = [REPLICATED_ENTRY, ENTRY_BY_NAME["resnet_modelparallel"]]
 
 
-@pytest.mark.parametrize("entry, number", draw_cases("stop requests", NOTICES, 6), ids=lambda value: value.name)
+@pytest.mark.parametrize("entry, number", NOTICES, ids=lambda value: value.name)
 def test_a_run_that_gets_a_stop_request_saves_and_exits(
     entry: Entry, number: signal.Signals, tmp_path: Path, quick: Settings
 ) -> None:

@@ -39,9 +39,6 @@ from tests.harness.runs.resuming import (
     train_uninterrupted,
 )
 
-training = pytest.mark.parametrize(
-    "entry", draw_cases("last evaluations", TRAINING_ENTRIES, 3), ids=lambda entry: entry.name
-)
 archetype = pytest.mark.parametrize("entry", ARCHETYPE_ENTRIES, ids=lambda entry: entry.name)
 WORLDS = [(entry, 2) for entry in ENTRIES if entry not in ARCHETYPE_ENTRIES]
 WORLDS += itertools.product(ARCHETYPE_ENTRIES, (1, 3, 4))
@@ -57,14 +54,17 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
     return "-".join(parameter) if isinstance(parameter, tuple) else str(parameter)
 
 
-@pytest.mark.parametrize("entry, ranks", draw_cases("resumed runs", WORLDS, 8), ids=make_id)
+RESUMED_RUNS = draw_cases("resumed runs", WORLDS, 8)
+
+
+@pytest.mark.parametrize("entry, ranks", RESUMED_RUNS, ids=make_id)
 def test_a_resumed_run_is_bitwise_equal(
     entry: Entry, ranks: int, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     uninterrupted = train_uninterrupted(tmp_path_factory, quick, entry, ranks)
     assert len(list_trained_steps(uninterrupted.folder)) == TOTAL_STEPS
-    real = ranks == 3 and entry == STAGED_ENTRY  # the command as a user executes it
-    check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=real)
+    is_real = (entry, ranks) == RESUMED_RUNS[0]  # one run is resumed by a new process, as a user resumes it
+    check_resume(entry, uninterrupted, f"{entry.name}-{ranks}", tmp_path, real_process=is_real)
 
 
 @pytest.mark.parametrize("entry, settings", draw_cases("resumes with other settings", OTHER_SETTINGS, 4), ids=make_id)
@@ -77,7 +77,7 @@ def test_a_resumed_run_with_other_settings_is_bitwise_equal(
     check_resume(entry, uninterrupted, "-".join([entry.name, *settings]), tmp_path / "cut")
 
 
-@training
+@pytest.mark.parametrize("entry", draw_cases("last evaluations", TRAINING_ENTRIES, 3), ids=lambda entry: entry.name)
 def test_a_run_that_lacks_only_the_last_evaluation_evaluates(
     entry: Entry, tmp_path: Path, quick: Settings, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

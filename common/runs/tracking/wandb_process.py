@@ -296,6 +296,7 @@ class Deadline:
         self.end_time = end_time
         self.has_lock = False
         self.closed = threading.Event()
+        self.exit_lock = threading.Lock()
 
     def exit_after_owner(self, seconds: float, *, follow: bool) -> None:
         """Set `closed` when stdin closes, and exit this process `seconds` later.
@@ -312,7 +313,11 @@ class Deadline:
         self.clean_up_and_exit(TIMED_OUT)
 
     def clean_up_and_exit(self, status: int) -> NoReturn:
-        """Kill the W&B client, remove its temporary folders and exit this process."""
+        """Kill the W&B client, remove its temporary folders and exit this process.
+
+        The exit status is that of the first call. An error that the killed client causes does not replace it.
+        """
+        self.exit_lock.acquire()  # never released, so that other threads wait for the exit
         kill_children()
         if self.has_lock:
             wandb_scratch.remove_temporary_state(self.folder)

@@ -122,7 +122,7 @@ BAD_CONFIG_LINES = [*list_single_settings(), *OTHER_BAD_CONFIG_LINES]
 
 
 FAST_SUITE_CASE_NAMES = ("disk: full while starting", "disk: full for a while")
-"""Names of the disk cases of `make test`. `make test-all` executes the others."""
+"""Names of the disk cases of `make test`. `make test-all` draws cases from the others."""
 
 
 def write_image_folder(folder: Path, cache: Path) -> None:

@@ -66,6 +66,7 @@ def preload() -> None:
             importlib.import_module(name)
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # those of torch destroy operator libraries and write to 30 MB of memory
+    gc.unfreeze()  # otherwise, the garbage of the imports would not be collected
     gc.collect()
     gc.freeze()  # memory stays shared with the forked commands if nothing writes to it
     use_huge_pages()

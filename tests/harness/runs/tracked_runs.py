@@ -22,6 +22,11 @@ from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_o
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 
 API_KEY = "5ec" + "0" * 36 + "7"  # the length of a W&B key
+LONG_RUN = (
+    *("epochs=1000", "steps=0", "log.seconds=0.1"),
+    *("launch.step_timeout=3600", "checkpoint.grace=3600", "wandb.finish_timeout=3600"),
+)
+"""Settings of a run that trains longer than a test waits, and that no timeout can end before WAIT_TIMEOUT."""
 
 
 def inspect_wandb_folder(folder: RunFolder, *options: str, wandb_folder: str = "") -> str:
@@ -73,7 +78,29 @@ def track_finished_run(
 ) -> RunFolder:
     """Track an attempt of a copy of a finished run, whose main process has exited. Return its folder.
 
-    `wandb_id` is the W&B ID of a run that was tracked before. `keep_wandb_files` copies the files of this tracking.
+    The arguments are those of `prepare_tracking`.
+    """
+    folder, env = prepare_tracking(source, target_folder, url, wandb_id, number, keep_wandb_files, **changes)
+    process = run_tracking(folder, "online" if url else "offline", env)
+    if process.returncode == NO_HOST:
+        run_tracking(folder, "offline", env)
+    wait_until(lambda: not find_processes(str(target_folder)), "all processes have exited")
+    return folder
+
+
+def prepare_tracking(
+    source: RunFolder,
+    target_folder: Path,
+    url: str = "",
+    wandb_id: str = "",
+    number: int = 1,
+    keep_wandb_files: bool = False,
+    **changes: Any,
+) -> tuple[RunFolder, dict[str, str]]:
+    """Copy a finished run. Return the copy, and the environment of its tracking process.
+
+    `url` is the address of the W&B host. `wandb_id` is the W&B ID of a run that was tracked before. `number` is that of
+    the attempt. `keep_wandb_files` copies the files of this tracking. `changes` are settings of the group `wandb`.
     """
     folder = RunFolder(target_folder / source.path.name, number)
     ignored = ["code"] if keep_wandb_files else ["wandb", "code", NOTE_FILE]
@@ -87,11 +114,7 @@ def track_finished_run(
     online = {"WANDB_BASE_URL": url, "WANDB_API_KEY": API_KEY} if url else {}
     env = make_environment(HOME=str(target_folder), WANDB_ERROR_REPORTING="false", **online)
     del env["WANDB_MODE"]
-    process = run_tracking(folder, "online" if url else "offline", env)
-    if process.returncode == NO_HOST:
-        run_tracking(folder, "offline", env)
-    wait_until(lambda: not find_processes(str(target_folder)), "all processes have exited")
-    return folder
+    return folder, env
 
 
 def run_tracking(folder: RunFolder, mode: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:

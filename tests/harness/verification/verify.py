@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,8 +28,11 @@ from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 
 WHOLE_LISTS: Mapping[str, str] = MappingProxyType({ALL_CASES_VARIABLE: "1", "PYTEST_TIMEOUT": "3600"})
 """Environment of the test suites. A test that executes a whole list may take an hour on a slow machine."""
-OTHER_SUITES = ("parity", "recovery", "complete")
-"""Folders that `make test-all` tests in addition to `make test`. One step each, so that less is repeated."""
+FURTHER_FOLDERS = ("tests/parity", "tests/recovery", "tests/complete")
+"""Folders that `make test-all` tests in addition to `make test`.
+
+Each folder is a separate step, so that a verification that is interrupted repeats less.
+"""
 RESULTS = ROOT / "tests" / "benchmarks" / "results" / "verify.json"
 
 
@@ -41,11 +45,11 @@ class VerificationStep(NamedTuple):
 
 
 def list_steps() -> list[VerificationStep]:
-    """Return the steps, the quickest first."""
+    """Return the steps in the order of execution."""
     steps = [
         VerificationStep("lint", ("make", "lint")),
         VerificationStep("fast tests", ("make", "test"), WHOLE_LISTS),
-        *(make_suite_step(folder) for folder in OTHER_SUITES),
+        *(VerificationStep(folder, ("make", "test", f"TESTS={folder}"), WHOLE_LISTS) for folder in FURTHER_FOLDERS),
         VerificationStep("cluster", ("make", "test-slurm"), {**WHOLE_LISTS, "FAULT_NOTICES": "20"}),
     ]
     for technique in sorted(DELETABLE_TECHNIQUES):
@@ -61,12 +65,6 @@ def list_steps() -> list[VerificationStep]:
         make_step("planted mistakes", "tests.benchmarks.planted_mistakes", "check"),
     ]
     return steps
-
-
-def make_suite_step(folder: str) -> VerificationStep:
-    """Return the step that executes all cases of a folder of tests."""
-    command = (sys.executable, "-m", "pytest", f"tests/{folder}", "--numprocesses", "4", "--dist", "worksteal")
-    return VerificationStep(folder, command, WHOLE_LISTS)
 
 
 def make_step(name: str, module: str, *arguments: str) -> VerificationStep:
@@ -114,7 +112,7 @@ def main() -> int:
         if step.name in passed:
             print(f"{step.name}: passed before, {passed[step.name]:.0f} s", flush=True)
             continue
-        log = RESULTS.with_name(f"verify-{step.name.replace(' ', '-')}.log")
+        log = RESULTS.with_name(f"verify-{re.sub(r'[ /]', '-', step.name)}.log")
         print(f"{step.name}: {' '.join(step.command)}", flush=True)
         status, seconds = execute_step(step, log)
         if status == 0:
