@@ -2,9 +2,9 @@
 
     python -m tests.harness.gpu.shared_gpu experiments/ddp_multinode.py launch.device=cuda key=value ...
 
-NCCL refuses two ranks on the same GPU of a host. With its variable NCCL_HOSTID, each rank claims to be on a host of its
-own. NCCL then sends messages through sockets of the loopback interface. All other code is the same as with one GPU per
-rank.
+NCCL does not allow two ranks on the same host to share a GPU. Each rank sets the variable NCCL_HOSTID to a different
+value. NCCL then treats each rank as if it were alone on its host, and sends messages through sockets on the loopback
+interface. All other code is the same as with one GPU per rank.
 """
 
 from __future__ import annotations
