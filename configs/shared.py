@@ -295,10 +295,10 @@ class Optim:
     warmup: int = at_least(0, 0)
     """Number of steps during which the learning rate increases linearly to its peak."""
     decay: str = custom_code("linear", "decay", OPTIMIZER_CHECKER)
-    """Learning rate schedule after the warm-up. linear and cosine decay to zero at the end of the run. step multiplies
-    the peak rate by 0.1 after half of the steps and by 0.01 after three quarters. FILE.py:function is a custom
-    schedule: function(step, total) returns the factor that multiplies the peak rate at a step from 0 to total - 1,
-    counted after the warm-up."""
+    """Learning rate schedule after the warm-up. constant keeps the peak rate. linear and cosine decay to zero at the
+    end of the run. step multiplies the peak rate by 0.1 after half of the steps and by 0.01 after three quarters.
+    FILE.py:function is a custom schedule: function(step, total) returns the factor that multiplies the peak rate at a
+    step from 0 to total - 1, counted after the warm-up."""
 
     def check(self) -> None:
         """Raise ValueError if a name is neither built in nor of the form FILE.py:NAME."""

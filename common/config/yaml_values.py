@@ -6,7 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from omegaconf import OmegaConf
@@ -16,9 +16,30 @@ from common.config.config_keys import nest_values
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 
 
+class UniqueKeyLoader(YAML_LOADER):
+    """Create only str, list and dict. Reject mappings in which a key occurs twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        if len(mapping) < len(node.value):
+            self.raise_duplicate_key(node)
+        return mapping
+
+    def raise_duplicate_key(self, node: yaml.MappingNode) -> NoReturn:
+        keys = set[str]()
+        for key, _ in node.value:
+            if key.value in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+            keys.add(key.value)
+        raise AssertionError("a mapping without duplicate keys has as many entries as keys")
+
+
 def load_yaml(text: str) -> Any:
-    """Return the content of a YAML text, in which each scalar is a string. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=YAML_LOADER)  # noqa: S506 (creates only str, list and dict)
+    """Return the content of a YAML text, in which each scalar is a string.
+
+    Raises yaml.YAMLError if the text is invalid or a mapping contains a key twice.
+    """
+    return yaml.load(text, Loader=UniqueKeyLoader)  # noqa: S506 (creates only str, list and dict)
 
 
 def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -33,9 +54,14 @@ def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]
 
 
 def describe_yaml_position(error: yaml.YAMLError) -> str:
-    """Return the position of a YAML error, such as " at line 2, column 5", or an empty string if it is unknown."""
-    mark = getattr(error, "problem_mark", None)
-    return f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    """Return the position and cause of a YAML error, or an empty string if they are unknown.
+
+    An example is " at line 2, column 5 (duplicate key batch)".
+    """
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    return f" at line {mark.line + 1}, column {mark.column + 1} ({error.problem})"
 
 
 def format_values(values: Mapping[str, Any]) -> str:

@@ -94,7 +94,8 @@ def write_atomic(path: Path, text: str, *, durable: bool = False) -> None:
             if durable:
                 fsync_path(path.parent)
     finally:
-        draft.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses this too, and contains no draft
+            draft.unlink(missing_ok=True)
 
 
 def fsync_path(path: Path) -> None:

@@ -268,11 +268,14 @@ def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None
         raise UserError(f"the source code saved with {folder.path.name} has no setting {names}; remove it from ARGS")
 
 
-def print_dry_run(name: str, settings: Experiment, profile: Profile) -> None:
+def print_dry_run(name: str, settings: Experiment, profile: Profile, resumed: RunFolder | None, launch: str) -> None:
     """Print the job script and settings of a submission without creating a run folder."""
     with tempfile.TemporaryDirectory() as scratch:
         text = make_run_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
-    print(text.replace(scratch, f"{settings.runs}/{name}-<time>-<id>"))
+    print(text.replace(scratch, str(resumed.path) if resumed else f"{settings.runs}/{name}-<time>-<id>"))
+    if choose_scheduler(launch) is None:
+        ranks = format_count(settings.processes, "rank")
+        print(f"# not using SLURM: without DRY_RUN, {ranks} would start on this machine instead of the job above")
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 
 
@@ -319,7 +322,8 @@ def main(args: argparse.Namespace) -> int:
     if strict and provenance.has_uncommitted_changes():
         raise UserError("STRICT=1 requires a checkout without uncommitted changes; commit them, or omit STRICT")
     if dry_run:
-        print_dry_run(name, resolve_processes_per_node(settings, profile), profile)
+        settings = resolve_processes_per_node(settings, profile)
+        print_dry_run(name, settings, profile, resumed, args.launch or "auto")
         return 0
     if resumed and resumed.result.get("state") == "finished" and not extension.config_adds_steps(resumed, settings):
         print(extension.explain_finished_run(resumed, settings))

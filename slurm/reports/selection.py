@@ -213,6 +213,9 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
         match = CONDITION.fullmatch(word)
         if not match:
             raise UserError(f"WHERE={text!r}: {word!r} is not a condition; write key=value, key!=value or key>number")
+        comparison, value = match.group(2, 3)
+        if comparison == "=" and value.startswith(("=", "<", ">")):
+            raise UserError(f"WHERE={text!r}: {comparison + value[:1]} is not a comparison; use =, !=, <, <=, > or >=")
         conditions.append(match.groups())
     return conditions
 

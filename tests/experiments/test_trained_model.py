@@ -22,6 +22,7 @@ from slurm.reports import trained_model
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import make_environment, run_experiment
+from tests.harness.environment.read_only import mount_read_only
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import REPLICATED_ENTRY, TRAINING_ENTRIES, Entry
 from tests.harness.runs.resuming import resume_run
@@ -164,6 +165,14 @@ def test_a_custom_network_class_is_named(finished_copy: RunFolder) -> None:
     assert message in evaluate(folder, status=2).stderr
     completed = in_process_calls.call_verb("export", "--", str(folder.path))
     assert str(folder.path / "model.safetensors") in completed.stdout
+
+
+def test_an_export_to_a_read_only_disk_names_the_disk(finished_copy: RunFolder) -> None:
+    command = ("export", "--format=torch.export", "--", str(finished_copy.path))
+    with mount_read_only(finished_copy.path):
+        completed = in_process_calls.call_verb(*command, status=2)
+    assert "model.pt2: the disk is read-only" in completed.stderr
+    assert not (finished_copy.path / "model.pt2").exists()
 
 
 def test_a_run_that_did_not_finish_has_no_model(finished_copy: RunFolder) -> None:

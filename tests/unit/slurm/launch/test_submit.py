@@ -181,7 +181,10 @@ def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(
 def test_a_dry_run_prints_the_job_and_changes_nothing(fake: FakeSlurm, cache: Path, runs: Path) -> None:
     process = call_slurm(fake, *list_arguments(cache, runs, "--dry-run=1", "--nodes=2"))
     assert "#SBATCH --nodes=2" in process.stdout
+    assert "not using SLURM" not in process.stdout
     assert "microbatches: 4" in process.stdout
+    process = call_slurm(fake, *list_arguments(cache, runs, "--dry-run=1", "--launch=local"))
+    assert "2 ranks would start on this machine instead of the job above" in process.stdout
     assert not fake.calls_file.exists()
     assert not runs.exists()
 
