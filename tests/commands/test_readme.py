@@ -53,7 +53,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_explains_where_data_come_from_and_how_a_run_is_made_short() -> None:
-    assert "`DATA_ROOT` sets the default value of `data.root`" in " ".join(TEXT.split())
+    assert "`DATA_ROOT` sets the default of `data.root`" in " ".join(TEXT.split())
     assert "`steps=100` ends a run" in TEXT
 
 
