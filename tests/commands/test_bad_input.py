@@ -30,6 +30,7 @@ from tests.harness.commands.bad_input import (
 )
 from tests.harness.commands.processes import execute_verb, make_environment
 from tests.harness.commands.refusals import expect_refusal
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import RUN_COMMANDS
 from tests.harness.runs.synthetic_runs import SyntheticRun
@@ -285,7 +286,10 @@ def test_a_mistake_at_the_real_command_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [*DATA, *REFUSED_BY_RANKS, *(case for case in DISK_CASES if case.name in FAST_SUITE_CASE_NAMES)],
+    [
+        *draw_cases("bad data", [*DATA, *REFUSED_BY_RANKS], 5),
+        *(case for case in DISK_CASES if case.name in FAST_SUITE_CASE_NAMES),
+    ],
     ids=lambda case: case.name,
 )
 def test_a_run_meets_bad_data_or_a_full_disk(case: BadInputCase, tmp_path: Path, cache: Path) -> None:

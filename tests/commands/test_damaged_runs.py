@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import in_process_calls
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import REPLICATED_ENTRY
 from tests.harness.runs.damaged_runs import DAMAGES, RUN_FILES, check_commands_on_damaged_run
 from tests.harness.runs.synthetic_runs import SyntheticRun
 
 
-@pytest.mark.parametrize("name, damage", list(zip(RUN_FILES, itertools.cycle(DAMAGES), strict=False)))
+@pytest.mark.parametrize(
+    "name, damage", draw_cases("damaged runs", list(zip(RUN_FILES, itertools.cycle(DAMAGES), strict=False)), 5)
+)
 def test_commands_that_read_a_damaged_run_print_one_line(
     name: str, damage: str, finished: GetRun, tmp_path: Path
 ) -> None:

@@ -34,10 +34,11 @@ from tests.harness.commands.processes import (
     make_environment,
     write_script,
 )
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.slurm.fake_slurm import FakeSlurm
-from tests.harness.verification.verify import FURTHER_FOLDERS
+from tests.harness.verification.verify import FAST_FOLDERS, FURTHER_FOLDERS
 
 HOSTILE = [
     "x; touch pwned",
@@ -228,8 +229,10 @@ def test_several_targets_accept_the_settings_of_each(place: Path) -> None:
 
 def test_make_verify_executes_every_folder_of_make_test_all() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    (folders,) = re.findall(r"pytest \$\(FAST\) (.+) --numprocesses", makefile)
-    assert tuple(folders.split()) == FURTHER_FOLDERS
+    (fast_folders,) = re.findall(r"FAST := (.+)", makefile)
+    (further_folders,) = re.findall(r"pytest \$\(FAST\) (.+) --numprocesses", makefile)
+    assert tuple(fast_folders.split()) == FAST_FOLDERS
+    assert tuple(further_folders.split()) == FURTHER_FOLDERS
 
 
 def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
@@ -238,6 +241,13 @@ def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
         file = place / "tests" / name
         file.parent.mkdir(parents=True)
         file.write_text("".join(f"def test_{letter}() -> None: ...\n" for letter in "abc"))
+    (place / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")
+    with open(place / "tests/unit/test_fast.py", "a") as opened:
+        opened.write("import pytest\n@pytest.mark.slow\ndef test_d() -> None: ...\n")
+    completed = make(place, "test")
+    assert "3 passed, 1 deselected" in completed.stdout, completed
+    completed = make(place, "test", "TESTS=tests/unit -k test_d")
+    assert "1 passed, 3 deselected" in completed.stdout, completed
     completed = make(place, "test", "TESTS=-k 'test_a or test_b'")
     assert "2 passed, 1 deselected" in completed.stdout, completed
     completed = make(place, "test", "TESTS=tests/cluster/*.py --rootdir='$(touch pwned)`touch pwned`'", status=2)
@@ -253,7 +263,7 @@ def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
 # ---- make exp
 
 
-@pytest.mark.parametrize("text", THROUGH_MAKE, ids=ascii)
+@pytest.mark.parametrize("text", draw_cases("hostile arguments", THROUGH_MAKE, 1), ids=ascii)
 def test_hostile_arguments_are_refused_through_make(place: Path, text: str) -> None:
     message = refused(place, "exp", f"NAME={text}")
     assert "unknown experiment" in message
@@ -348,6 +358,7 @@ for words in (
         assert part in line, messages
 
 
+@pytest.mark.slow
 def test_nodes_are_laid_out_as_local_processes(place: Path, digits: Settings) -> None:
     """SLURM is installed without a configuration, as in a fresh installation of Debian."""
     fake = FakeSlurm(place.parent)
@@ -399,6 +410,7 @@ STATUS_WITH_CLOSED_PIPE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments, status", STATUS_WITH_CLOSED_PIPE.items(), ids=str)
 def test_a_closed_pipe_is_no_error(tmp_path: Path, arguments: str, status: int) -> None:
     SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path / "runs")

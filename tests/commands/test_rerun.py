@@ -29,6 +29,7 @@ from slurm.launch import rerun
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import execute_verb, run_experiment
 from tests.harness.custom_code.examples import write_example, write_schedule
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.experiments.registry import ENTRIES
 from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun, write_rows
@@ -158,6 +159,7 @@ def test_a_repetition_with_other_steps_is_not_equal(tmp_path: Path, capsys: pyte
         assert (f"20 steps in the old run, {steps} in the new run" in capsys.readouterr().out) is not equal
 
 
+@pytest.mark.slow
 def test_one_flipped_byte_of_the_prepared_data_is_named(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +219,7 @@ REFUSED_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("arguments, message", REFUSED_ARGUMENTS.items())
+@pytest.mark.parametrize("arguments, message", draw_cases("refused reruns", [*REFUSED_ARGUMENTS.items()], 4))
 def test_a_run_that_cannot_be_repeated_is_refused(tmp_path: Path, arguments: str, message: str) -> None:
     for name in ("mnist_pipeline-20260101-000000-aaaa", "mnist_pipeline-20260101-000000-bbbb"):
         (tmp_path / name).mkdir()

@@ -180,6 +180,7 @@ def test_the_api_key_is_in_no_file_and_no_command_line(offline: Offline) -> None
     assert API_KEY.encode() not in offline.command_lines
 
 
+@pytest.mark.slow
 def test_a_second_start_keeps_the_id(offline: Offline, tmp_path: Path) -> None:
     first = read_tracking_status(offline.completed.folder)["id"]
     folder = track_finished_run(offline.completed.folder, tmp_path, wandb_id=first)
@@ -231,6 +232,7 @@ def test_a_second_attempt_is_tracked_with_its_own_settings_and_its_new_steps_and
     assert media_steps == {"digit._type": 27, "weights._type": 29}
 
 
+@pytest.mark.slow
 def test_the_missing_rows_of_a_killed_attempt_are_sent_with_the_next_attempt(slow: RunFolder, tmp_path: Path) -> None:
     """The first attempt was killed with its host after step 25, and the second resumed from step 20."""
     source = copy_with_two_starts(slow, tmp_path / "source")
@@ -245,6 +247,7 @@ def test_the_missing_rows_of_a_killed_attempt_are_sent_with_the_next_attempt(slo
     assert duration == pytest.approx(rows[-1]["time"] - rows[-4]["time"], abs=1e-3), "rows have the time of training"
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> None:
     """The conversion is killed after it moved the folder but before it wrote the notes, or before both."""
     folder = track_finished_run(slow, tmp_path / "place")
@@ -268,6 +271,7 @@ def test_a_killed_conversion_leaves_no_rows(slow: RunFolder, tmp_path: Path) -> 
     assert not (again.path / "wandb/unfinished").exists()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_result_is_tracked_as_failed(tmp_path: Path) -> None:
     folder = track_finished_run(
         SyntheticRun("mnist_pipeline", 0, 20, state="lost").write(tmp_path / "source"), tmp_path / "place"
@@ -316,6 +320,7 @@ def test_disabled_leaves_no_trace(tmp_path: Path, digits: Settings, mode: str, e
 # ---- killed and failing processes
 
 
+@pytest.mark.slow
 def test_a_killed_stage_is_named_and_earlier_rows_are_kept(tmp_path: Path, digits: Settings) -> None:
     process, folder, pid = kill_tracked_rank(1, (*digits, *LONG_RUN), tmp_path)
     output = process.stdout + process.stderr

@@ -226,6 +226,7 @@ def test_repeated_measurements_are_compared_by_their_exact_results(
     assert capsys.readouterr().out == message
 
 
+@pytest.mark.slow
 def test_a_resumed_measurement_keeps_its_rounds(tmp_path: Path) -> None:
     saving = ("checkpoint.every_steps=7", "checkpoint.every_seconds=0", "checkpoint.keep=9")
     quiet = ("algorithms=[]", "launch.threads=1", "log.progress=none")

@@ -25,6 +25,7 @@ from tests.harness.commands import execution
 from tests.harness.commands.execution import Command
 from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command, run_experiment
 from tests.harness.commands.programs import list_loaded_modules
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import GetRun, run_experiment_once
 from tests.harness.experiments.registry import ARCHETYPE_ENTRIES, ENTRIES, STAGED_ENTRY, Entry
 from tests.harness.repository import ROOT
@@ -129,7 +130,7 @@ def test_the_output_contains_scores_and_paths(entry: Entry, finished: GetRun) ->
     assert shlex.split(rows["repeat"]) == ["make", "rerun", f"RUN={completed.folder.path}"]
 
 
-@every
+@pytest.mark.parametrize("entry", draw_cases("repeated runs", ENTRIES, 4), ids=lambda entry: entry.name)
 def test_the_run_is_repeated_from_its_config_to_the_bit(entry: Entry, finished: GetRun, repeated: GetRun) -> None:
     first = finished(entry)
     second = repeated(entry)
@@ -162,6 +163,7 @@ def test_another_seed_changes_the_losses_and_a_log_level_applies_to_the_screen_o
     assert "test accuracy" in other.folder.list_attempts()[0].log_file(0).read_text()
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_progress_bar(cache: Path, tmp_path: Path) -> None:
     arguments = make_run_command(
         STAGED_ENTRY.name, f"data.cache={cache}", "data.name=digits", "data.test_limit=300", runs=tmp_path

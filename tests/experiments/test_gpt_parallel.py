@@ -205,6 +205,7 @@ def write_tokenizer(file: Path, vocabulary: int = 280) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_kept_with_the_run(tmp_path: Path) -> None:
     text = write_sentences(tmp_path / "text.txt").read_bytes()
     file = write_tokenizer(tmp_path / "tokenizer.json")

@@ -7,6 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from common.system.exit_status import EXIT_REFUSED
 from tests.harness.commands import execution
 from tests.harness.commands.exit_status import Completed
@@ -37,6 +39,7 @@ def compare_strategies(folder: Path, cache: Path, status: int = 0) -> Completed:
     return execution.execute_command(argv, env=make_environment(), timeout=200, status=status)
 
 
+@pytest.mark.slow
 def test_a_custom_network_is_compared_in_every_legal_strategy(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "net.py").write_text(BIGRAM_MODEL.replace("outputs, 16", "missing, 16"))
     completed = compare_strategies(tmp_path, cache, status=EXIT_REFUSED)

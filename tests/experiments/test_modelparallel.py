@@ -212,6 +212,7 @@ def test_the_split_is_measured_once_and_stored_beside_the_config(tmp_path: Path)
     assert repeated.losses == first.losses, "losses do not depend on the split"
 
 
+@pytest.mark.slow
 def test_runs_of_equal_microbatches_have_the_same_measured_split(tmp_path: Path) -> None:
     settings = (f"data.cache={tmp_path / 'sets'}", "stages=3")
     first = train(tmp_path / "first", *settings)
@@ -381,6 +382,7 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
     assert empty_report.draw_median_step() == {}
 
 
+@pytest.mark.slow
 def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.cache={tmp_path / 'cache'}", "sweep=true", "repeats=1", "split_sizes=[4,8]")
     completed = run_experiment(NAME, *settings, runs=tmp_path / "runs", timeout=240)

@@ -116,6 +116,7 @@ def test_invalid_settings_of_replicas_are_refused(arguments: str, message: str) 
     assert config.load_config(Config, ["replicas=4", "launch.nodes=2"], {}).processes == 8
 
 
+@pytest.mark.slow
 def test_a_model_too_large_for_one_process_trains_in_two(tmp_path: Path) -> None:
     """11 million parameters with gradients and Adam state take 180 MB, and a step needs more; half of them fit."""
     small = ("data.name=generated", "data.samples=50", "data.image_size=16", "batch=4", "steps=1", "plot=false")

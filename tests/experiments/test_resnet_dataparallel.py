@@ -34,6 +34,7 @@ from tests.harness.parity.reference import list_differences, list_loss_differenc
 SMALL = ("model=mlp", "batch=16", "launch.threads=1", "data.test_limit=100", "optim.warmup=0")
 
 
+@pytest.mark.slow
 def test_ddp_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
     (single_process,) = train_cases(DATA_PARALLEL, tmp_path, cache, 1, ["strategy=single"]).values()
     assert len(single_process["losses"]) == 10
@@ -179,6 +180,7 @@ def test_a_run_with_fewer_images_than_a_batch_trains_without_a_comparison(tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_each_strategy(digits: Settings, tmp_path: Path) -> None:
     settings = ("launch.device=cpu", "sweep=true", "repeats=1", "steps=15")
     completed = run_experiment("resnet_dataparallel", *digits, *SMALL, *settings, runs=tmp_path)

@@ -58,6 +58,7 @@ def test_a_run_that_is_past_the_new_last_step_is_not_resumed(
     assert len(folder.list_attempts()) == 1
 
 
+@pytest.mark.slow
 def test_a_run_extended_at_the_end_of_an_epoch_is_evaluated_once(tmp_path: Path, quick: Settings) -> None:
     folder = run_experiment(REPLICATED_ENTRY.name, *quick, ONE_THREAD, "steps=13", runs=tmp_path).folder
     completed = resume_run(REPLICATED_ENTRY, folder, "steps=14")

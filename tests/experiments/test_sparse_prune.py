@@ -372,6 +372,7 @@ def test_pruned_weights_stay_zero_to_the_bit(settings: Settings, digits: Setting
     assert recorded == pytest.approx(sparsities)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
 def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     settings: Settings, digits: Settings, tmp_path: Path
@@ -445,6 +446,7 @@ def test_a_soft_threshold_zeroes_weights_smaller_than_the_step() -> None:
     assert torch.allclose(weight[is_kept].abs(), expected)
 
 
+@pytest.mark.slow
 def test_stronger_l1_makes_more_zeros_without_masks(digits: Settings, tmp_path: Path) -> None:
     counts = []
     for l1 in (0, 0.01, 0.1):
@@ -505,6 +507,7 @@ def build_pruned_lenet(share: float = 0.9) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_converted_models_give_the_same_outputs() -> None:
     model = build_pruned_lenet()
     images = torch.randn(5, 28, 28)

@@ -6,6 +6,8 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import Settings, get_only_run
 from tests.harness.experiments.registry import REPLICATED_ENTRY, STAGED_ENTRY
@@ -17,6 +19,7 @@ def test_replicas_save_and_exit_on_a_stop_request(tmp_path: Path, quick: Setting
     check_stop_request(REPLICATED_ENTRY, signal.SIGUSR2, quick, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hanging_stage_is_named(tmp_path: Path, quick: Settings) -> None:
     check_hanging_rank(STAGED_ENTRY, quick, tmp_path)
     completed = in_process_calls.call_verb("doctor", f"--run={get_only_run(tmp_path).path}")

@@ -22,6 +22,7 @@ from slurm.reports import trained_model
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import make_environment, run_experiment
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.read_only import mount_read_only
 from tests.harness.environment.shared_results import GetRun
 from tests.harness.experiments.registry import REPLICATED_ENTRY, TRAINING_ENTRIES, Entry
@@ -76,7 +77,7 @@ def test_an_evaluation_reproduces_the_scores_of_the_run(entry: Entry, finished: 
     assert f"recorded by the run: {correct}\n" in completed.stdout
 
 
-@every
+@pytest.mark.parametrize("entry", draw_cases("model files", TRAINING_ENTRIES, 3), ids=lambda entry: entry.name)
 def test_the_model_file_is_read_without_the_project(entry: Entry, finished: GetRun, tmp_path: Path) -> None:
     folder = finished(entry).folder
     command = [sys.executable, "-P", "-c", READ_MODEL, str(folder.path / "model.safetensors")]

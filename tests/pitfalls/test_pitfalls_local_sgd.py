@@ -42,6 +42,7 @@ def compute_distance(training: dict[str, Any], reference: dict[str, Any]) -> flo
     return max((tensor - expected[name]).abs().max().item() for name, tensor in training["state"].items())
 
 
+@pytest.mark.slow
 def test_momentum_is_averaged_neither_by_a_sum_nor_by_that_of_rank_0(trained: dict[str, Any]) -> None:
     ddp = trained[DDP]
     assert compute_distance(trained[LOCAL], ddp) <= TOLERANCE, "a step is linear in the momentum, which may stay local"

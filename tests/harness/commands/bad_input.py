@@ -121,7 +121,7 @@ BAD_CONFIG_LINES = [*list_single_settings(), *OTHER_BAD_CONFIG_LINES]
 # ---- disks
 
 
-FAST_SUITE_CASE_NAMES = ("disk: full while starting", "disk: full for a while")
+FAST_SUITE_CASE_NAMES = ("disk: full while starting",)
 """Names of the disk cases of `make test`. `make test-all` draws cases from the others."""
 
 

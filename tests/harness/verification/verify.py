@@ -28,6 +28,8 @@ from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 
 WHOLE_LISTS: Mapping[str, str] = MappingProxyType({ALL_CASES_VARIABLE: "1", "PYTEST_TIMEOUT": "3600"})
 """Environment of the test suites. A test that executes a whole list may take an hour on a slow machine."""
+FAST_FOLDERS = ("tests/unit", "tests/experiments", "tests/pitfalls", "tests/commands")
+"""Folders of `make test`. It executes their slow tests only if `TESTS` selects them."""
 FURTHER_FOLDERS = ("tests/parity", "tests/recovery", "tests/complete")
 """Folders that `make test-all` tests in addition to `make test`.
 
@@ -48,7 +50,7 @@ def list_steps() -> list[VerificationStep]:
     """Return the steps in the order of execution."""
     steps = [
         VerificationStep("lint", ("make", "lint")),
-        VerificationStep("fast tests", ("make", "test"), WHOLE_LISTS),
+        VerificationStep("fast tests", ("make", "test", f"TESTS={' '.join(FAST_FOLDERS)}"), WHOLE_LISTS),
         *(VerificationStep(folder, ("make", "test", f"TESTS={folder}"), WHOLE_LISTS) for folder in FURTHER_FOLDERS),
         VerificationStep("cluster", ("make", "test-slurm"), {**WHOLE_LISTS, "FAULT_NOTICES": "20"}),
     ]

@@ -28,7 +28,7 @@ BASE_SETTINGS = {
     "resnet_modelparallel": FOUR_STAGES,
 }
 """Settings with which each setting of the table can have each of its values."""
-DRAWN_PAIRS = 60
+DRAWN_PAIRS = 30
 PAIRS_OF_OTHER_CHECKS = {
     frozenset({"elastic.on", "shards"}),
     frozenset({"stages", "schedule"}),
@@ -163,8 +163,9 @@ def test_a_pair_of_settings_is_refused_exactly_if_the_table_says_so(name: str) -
                 load(name, settings)
 
 
-@pytest.mark.parametrize("name", WITH_STRATEGIES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "name, ranks", draw_cases("strategies by ranks", [*itertools.product(WITH_STRATEGIES, [1, 2, 4])], 4)
+)
 def test_every_strategy_has_the_requested_number_of_ranks(name: str, ranks: int) -> None:
     """With the settings of the sweep, no strategy is refused. All labels and all configs differ."""
     strategies = SCHEMAS[name].strategies

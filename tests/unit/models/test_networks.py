@@ -23,6 +23,7 @@ def save_weights(folder: Path, state: dict[str, Tensor]) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, side", [("resnet18", 65), ("resnet50", 64)])
 def test_a_resnet_with_weights_of_torchvision_has_its_outputs(name: str, side: int, tmp_path: Path) -> None:
     import torchvision  # takes 2 s, so only the tests that need it import it

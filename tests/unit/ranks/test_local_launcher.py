@@ -73,6 +73,7 @@ def small_group() -> Iterator[Path]:
         yield group
 
 
+@pytest.mark.slow
 def test_a_rank_that_the_kernel_kills_for_memory_is_reported(small_group: Path, tmp_path: Path) -> None:
     (tmp_path / "memory_group").write_text(str(small_group))
     process = execute_launch_case("rank_2_exceeds_memory_limit", tmp_path)
@@ -123,6 +124,7 @@ def list_listening_addresses(pids: list[int]) -> set[str]:
     return addresses
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_ranks_and_no_other_run(tmp_path: Path, digits: tuple[str, ...]) -> None:
     first_runs = tmp_path / "first"
     second_runs = tmp_path / "second"

@@ -56,6 +56,7 @@ def test_a_copied_script_with_the_config_of_another_experiment_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_limit_on_open_files_that_is_too_low_is_refused_before_anything_starts(
     tmp_path: Path, digits: tuple[str, ...]
 ) -> None:

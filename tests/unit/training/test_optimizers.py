@@ -48,6 +48,7 @@ def test_parameters_and_state_are_those_of_torch(name: str) -> None:
     assert restored.state_dict()["param_groups"][0]["lr"] == torch_state["param_groups"][0]["lr"]
 
 
+@pytest.mark.slow
 def test_training_does_not_import_the_compiler() -> None:
     program = """
 import sys, torch

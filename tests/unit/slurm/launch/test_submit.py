@@ -160,6 +160,7 @@ def test_a_job_uses_the_data_set_that_was_found_when_it_was_submitted(
     assert prepare_data_of_run(cfg, folder).name == "digits"
 
 
+@pytest.mark.slow
 def test_uncommitted_files_belong_to_the_run_and_are_refused_if_strict(
     fake: FakeSlurm, cache: Path, runs: Path
 ) -> None:

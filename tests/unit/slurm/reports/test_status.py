@@ -131,6 +131,7 @@ def test_a_hanging_controller_is_queried_once(
     assert status.read_state(folders[3])[0] == "RUNNING"
 
 
+@pytest.mark.slow
 def test_runs_are_listed_within_seconds_if_slurm_does_not_answer(fake: FakeSlurm, runs: Path) -> None:
     for number in range(5):
         write_submitted_run(runs, str(number), number)

@@ -41,6 +41,7 @@ def test_a_rank_that_fails_before_training_leaves_a_note(job_folder: RunFolder) 
     assert "did you mean epochs?" in refusal.message
 
 
+@pytest.mark.slow
 def test_a_rank_without_its_launcher_executes_the_command_for_orphans(
     job_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

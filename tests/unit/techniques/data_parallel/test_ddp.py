@@ -65,6 +65,7 @@ def test_zero1_divides_the_optimizer_state_only(name: str, tmp_path: Path, digit
     assert f"without sharding, each rank would need {4 * model_bytes / 1e6:.1f} MB" in process.stdout
 
 
+@pytest.mark.slow
 def test_compare_reports_the_efficiency(tmp_path: Path, digits: Settings) -> None:
     process = run_experiment("ddp_multinode", *digits, "batch=16", "compare=true", runs=tmp_path)
     assert 0 < process.result["efficiency"] < 4
