@@ -1,14 +1,17 @@
-"""Plant forty mistakes in the product code, one at a time, and record which of them a test suite notices.
+"""Plant mistakes in the product code, one at a time, and record which of them the tests notice.
 
-    python tests/benchmarks/planted_mistakes.py list
-    python tests/benchmarks/planted_mistakes.py check                                  whether all can be planted
-    python tests/benchmarks/planted_mistakes.py run --coverage COVERAGE.json --out RESULT.json
-    python tests/benchmarks/planted_mistakes.py summary BEFORE.json [AFTER.json]       and what AFTER misses
+    python -m tests.benchmarks.planted_mistakes list
+    python -m tests.benchmarks.planted_mistakes verify                               whether their tests notice them
+    python -m tests.benchmarks.planted_mistakes run --coverage COVERAGE.json --out RESULT.json
+    python -m tests.benchmarks.planted_mistakes summary BEFORE.json [AFTER.json]     and what AFTER misses
 
-`run` plants each mistake in a copy of the checkout, where it runs the test files that executed the changed lines
-according to suite_coverage.py, the quickest first, up to the first that fails. A hang counts, and a failure that no
-copy without the mistake has. --list FILE.json, for `list`, `check` and `run`, reads other mistakes: a list of objects
-with name, file, old, new, and optionally why. A mistake that is in --out already is not tried again. Run it on a
+`verify` plants each mistake in a copy of the checkout, where it runs the test that the mistake names (`caught_by`).
+The test must fail there, and pass in a copy without mistakes. A hang does not count.
+
+`run` looks for a test that notices a mistake: it runs the test files that executed the changed lines according to
+suite_coverage.py, the quickest first, up to the first that fails. A hang counts, and a failure that no copy without the
+mistake has. A mistake that is in --out already is not tried again. --list FILE.json, for `list` and `run`, reads other
+mistakes, for example those of random_mistakes.py: a list of objects with name, file, old and new. Use `run` on a
 machine without other load: a test that is too slow under load looks like a caught mistake.
 """
 
@@ -29,7 +32,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,16 @@ class Outcome:
     """The ids of failed tests; empty if pytest crashed or was killed."""
     reason: str = ""
 
+    @property
+    def has_failed_test(self) -> bool:
+        """Whether a test has failed. A busy machine may cause a hang, and a wrong test id an error of pytest."""
+        return self.failed and not self.hang and bool(self.tests)
+
+    @property
+    def has_passed_test(self) -> bool:
+        """Whether tests were run, and all of them passed."""
+        return not self.failed and not self.reason
+
 
 # ---- planting
 
@@ -103,6 +116,17 @@ def problem_of(mistake: Mistake) -> str:
     except SyntaxError as error:
         return f"{mistake.file} does not compile with the mistake: {error}"
     return ""
+
+
+def list_problems(mistakes: Sequence[Mistake]) -> list[str]:
+    """Return the mistakes that cannot be planted, and the names that several mistakes have."""
+    problems = []
+    for mistake in mistakes:
+        if problem := problem_of(mistake):
+            problems.append(f"{mistake.name}: {problem}")
+    names = collections.Counter(mistake.name for mistake in mistakes)
+    problems += [f"{name}: {count} mistakes have this name" for name, count in names.items() if count > 1]
+    return problems
 
 
 def find_last_line(statement: ast.stmt) -> int:
@@ -179,18 +203,22 @@ def execute(command: list[str], place: Path, seconds: float) -> tuple[int | None
         return status, log.read().decode(errors="replace")
 
 
-def run_pytest(place: Path, tests: list[str], seconds: float) -> Outcome:
+def run_pytest(place: Path, tests: Sequence[str], seconds: float, workers: int = 0) -> Outcome:
     """Run tests in a copy up to the first failure, at most so many seconds."""
     if STOPPED.is_set():
         raise RuntimeError("stopped")
     command = [sys.executable, "-m", "pytest", *tests, "-x", "-q", "-ra", "-p", "no:cacheprovider"]
+    if workers:
+        command += ["--numprocesses", str(workers)]
     status, text = execute(command, place, seconds)
     if status is None:
         return Outcome(failed=True, hang=True, reason=f"killed after {seconds:.0f} s")
-    if status in (0, 5):  # 5: no test was chosen
+    if status == 0:
         return Outcome(failed=False)
+    if status == 5:
+        return Outcome(failed=False, reason="no test was run")
     error_line = ERROR_LINE.search(text)
-    reason = error_line[1] if error_line else f"exit status {status}: {text.strip()[-200:]}"
+    reason = error_line[1] if error_line else f"exit status {status}: {' '.join(text.split())[-200:]}"
     is_hang = bool(TIMEOUT_MESSAGE.search(text))
     return Outcome(failed=True, hang=is_hang, tests=FAILED.findall(text), reason=reason)
 
@@ -202,11 +230,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def fails_without(tests: list[str], seconds: float) -> bool:
-    """Return whether tests fail without any mistake, too."""
-    with tempfile.TemporaryDirectory(prefix="sound-") as folder:
-        copy_checkout(Path(folder), None)
-        return run_pytest(Path(folder), tests, seconds).failed
+def run_in_copy(mistake: Mistake | None, tests: Sequence[str], seconds: float, workers: int = 0) -> Outcome:
+    """Run tests in a new copy, with a mistake or without any."""
+    with tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True) as folder:
+        copy_checkout(Path(folder), mistake)
+        return run_pytest(Path(folder), tests, seconds, workers)
 
 
 def try_mistake(mistake: Mistake, recorded: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -225,7 +253,7 @@ def try_mistake(mistake: Mistake, recorded: dict[str, Any], timeout: float) -> d
             if not outcome.failed:
                 continue
             failed_tests = outcome.tests or [candidate.test]
-            if not candidate.sound or (not outcome.hang and fails_without(failed_tests, seconds)):
+            if not candidate.sound or (not outcome.hang and run_in_copy(None, failed_tests, seconds).failed):
                 unsure.append(candidate.test)
                 continue
             result |= {"caught": True, "by": candidate.test, "tests": outcome.tests}
@@ -240,30 +268,17 @@ def try_mistake(mistake: Mistake, recorded: dict[str, Any], timeout: float) -> d
 
 
 def read_mistakes(arguments: argparse.Namespace) -> list[Mistake]:
-    """Return the mistakes of --list, or the forty."""
+    """Return the mistakes of --list, or those of this project."""
     if not arguments.list:
         return MISTAKES
     entries = json.loads(Path(arguments.list).read_text())
-    return [Mistake(entry["name"], entry["file"], entry["old"], entry["new"]) for entry in entries]
+    return [Mistake(entry["name"], entry["file"], entry["old"], entry["new"], caught_by="") for entry in entries]
 
 
 def list_mistakes(arguments: argparse.Namespace) -> int:
     for mistake in read_mistakes(arguments):
         print(f"{mistake.name:<32}{mistake.file}")
     return 0
-
-
-def check_mistakes(arguments: argparse.Namespace) -> int:
-    """Print which mistakes cannot be planted; return 1 if there are any."""
-    mistakes = read_mistakes(arguments)
-    problems = []
-    for mistake in mistakes:
-        if problem := problem_of(mistake):
-            problems.append(f"{mistake.name}: {problem}")
-    names = collections.Counter(mistake.name for mistake in mistakes)
-    problems += [f"{name}: {count} mistakes have this name" for name, count in names.items() if count > 1]
-    print("\n".join(problems) or f"all {len(mistakes)} mistakes can be planted")
-    return 1 if problems else 0
 
 
 def read_results(paths: Sequence[str]) -> dict[str, Any]:
@@ -274,21 +289,38 @@ def read_results(paths: Sequence[str]) -> dict[str, Any]:
     return union
 
 
-def run_mistakes(arguments: argparse.Namespace) -> int:
-    if check_mistakes(arguments):
-        return 1
-    mistakes = {mistake.name: mistake for mistake in read_mistakes(arguments)}
-    unknown = set(arguments.only) - set(mistakes)
+def select_mistakes(mistakes: Sequence[Mistake], names: Sequence[str]) -> list[Mistake]:
+    """Return the mistakes with these names, or all. Exits if a name is unknown or a mistake cannot be planted."""
+    unknown = set(names) - {mistake.name for mistake in mistakes}
     if unknown:
-        print(f"unknown: {', '.join(sorted(unknown))}", file=sys.stderr)
-        return 2
+        sys.exit(f"unknown: {', '.join(sorted(unknown))}")
+    problems = list_problems(mistakes)
+    if problems:
+        sys.exit("\n".join(problems))
+    return [mistake for mistake in mistakes if not names or mistake.name in names]
+
+
+@contextlib.contextmanager
+def open_pool(jobs: int) -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    """Provide threads in the `with` block. Tests that still run at its end, after an error or Ctrl-C, are killed."""
+    pool = concurrent.futures.ThreadPoolExecutor(jobs)
+    try:
+        yield pool
+    finally:
+        STOPPED.set()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in list(RUNNING):
+            end(process)
+
+
+def run_mistakes(arguments: argparse.Namespace) -> int:
+    mistakes = select_mistakes(read_mistakes(arguments), arguments.only)
     recorded = read_results(arguments.coverage)
     file = Path(arguments.out)
     results = read_results([arguments.out]) if file.exists() else {}
-    remaining = [name for name in mistakes if name not in results and name in (arguments.only or [name])]
-    pool = concurrent.futures.ThreadPoolExecutor(arguments.jobs)
-    try:
-        runs = {pool.submit(try_mistake, mistakes[name], recorded, arguments.timeout): name for name in remaining}
+    remaining = [mistake for mistake in mistakes if mistake.name not in results]
+    with open_pool(arguments.jobs) as pool:
+        runs = {pool.submit(try_mistake, mistake, recorded, arguments.timeout): mistake.name for mistake in remaining}
         for run in concurrent.futures.as_completed(runs):
             name = runs[run]
             result = run.result()
@@ -297,11 +329,49 @@ def run_mistakes(arguments: argparse.Namespace) -> int:
             new_file.write_text(json.dumps(results, indent=1))
             new_file.replace(file)
             print(f"{len(results):>3}  {result['seconds']:>6.0f} s  {name:<32}{describe_result(result)}", flush=True)
-    finally:
-        STOPPED.set()
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in list(RUNNING):  # only after Ctrl-C or a failure of this program
-            end(process)
+    return 0
+
+
+def pass_without_mistakes(tests: Sequence[str], arguments: argparse.Namespace) -> bool:
+    """Print and return whether tests pass in a copy without mistakes. Tests that always fail notice nothing."""
+    start = time.monotonic()
+    outcome = run_in_copy(None, tests, arguments.timeout, workers=arguments.jobs)
+    if outcome.has_passed_test:
+        print(f"{time.monotonic() - start:>6.1f} s  {len(tests)} tests passed without mistakes", flush=True)
+    else:
+        print(f"failed without mistakes: {' '.join(outcome.tests) or 'pytest'}: {outcome.reason}")
+    return outcome.has_passed_test
+
+
+def verify_mistake(mistake: Mistake, timeout: float) -> tuple[Outcome, float]:
+    """Run the test of a mistake in a copy with the mistake. Return the outcome and the duration in seconds."""
+    start = time.monotonic()
+    outcome = run_in_copy(mistake, [mistake.caught_by], timeout)
+    return outcome, time.monotonic() - start
+
+
+def verify_mistakes(arguments: argparse.Namespace) -> int:
+    """Print whether the test of each mistake notices it. Return 1 if a test does not."""
+    mistakes = select_mistakes(MISTAKES, arguments.only)
+    tests = sorted({mistake.caught_by for mistake in mistakes})
+    unnoticed = []
+    with open_pool(arguments.jobs) as pool:
+        if not pool.submit(pass_without_mistakes, tests, arguments).result():
+            return 1
+        runs = {pool.submit(verify_mistake, mistake, arguments.timeout): mistake for mistake in mistakes}
+        for run in concurrent.futures.as_completed(runs):
+            mistake = runs[run]
+            outcome, seconds = run.result()
+            if outcome.has_failed_test:
+                verdict = f"noticed by {outcome.tests[0]}: {outcome.reason}"
+            else:
+                verdict = f"NOT NOTICED by {mistake.caught_by}: {outcome.reason or 'passed'}"
+                unnoticed.append(mistake.name)
+            print(f"{seconds:>6.1f} s  {mistake.name:<32}{verdict}", flush=True)
+    if unnoticed:
+        print(f"{len(unnoticed)} of {len(mistakes)} mistakes were not noticed: {' '.join(sorted(unnoticed))}")
+        return 1
+    print(f"all {len(mistakes)} mistakes were noticed")
     return 0
 
 
@@ -361,20 +431,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(required=True)
     list_option = argparse.ArgumentParser(add_help=False)
-    list_option.add_argument("--list", metavar="FILE.json", help="other mistakes than the forty")
+    list_option.add_argument("--list", metavar="FILE.json", help="other mistakes than those of this project")
+    run_options = argparse.ArgumentParser(add_help=False)
+    run_options.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mistakes alone")
+    run_options.add_argument("--jobs", type=int, default=2, help="mistakes at a time")
+    timeout_help = "seconds for a test, with `run` at least three times its recorded time"
+    run_options.add_argument("--timeout", type=float, default=900, help=timeout_help)
 
     lister = verbs.add_parser("list", help="names and files", parents=[list_option])
     lister.set_defaults(run=list_mistakes)
-    checker = verbs.add_parser("check", help="whether all can be planted", parents=[list_option])
-    checker.set_defaults(run=check_mistakes)
 
-    runner = verbs.add_parser("run", help="plant them and run tests", parents=[list_option])
+    verifier = verbs.add_parser("verify", help="plant them and run their tests", parents=[run_options])
+    verifier.set_defaults(run=verify_mistakes)
+
+    runner = verbs.add_parser("run", help="plant them and look for tests", parents=[list_option, run_options])
     runner.add_argument("--coverage", nargs="+", required=True, help="JSON files that suite_coverage.py recorded")
     runner.add_argument("--out", required=True, help="the JSON to write")
-    runner.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these mistakes alone")
-    runner.add_argument("--jobs", type=int, default=2, help="mistakes at a time")
-    timeout_help = "seconds for a test file, at least three times its recorded time"
-    runner.add_argument("--timeout", type=float, default=900, help=timeout_help)
     runner.set_defaults(run=run_mistakes)
 
     summary = verbs.add_parser("summary", help="a table, and with two results what the second misses")

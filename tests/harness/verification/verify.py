@@ -1,4 +1,4 @@
-"""Execute every case of every list, every campaign, and lint: `make verify`.
+"""Execute every case of every list, every campaign, every planted mistake, and lint: `make verify`.
 
     python -m tests.harness.verification.verify [--only NAME ...] [--again]
 
@@ -64,7 +64,7 @@ def list_steps() -> list[VerificationStep]:
         make_step("lost ranks", "tests.harness.elastic.campaign", "--cases", "80", "--seed", "37"),
         make_step("lost ranks on SLURM", "tests.cluster.elastic_campaign", "--cases", "10"),
         make_step("faults of elastic jobs", "tests.cluster.faults", "--elastic"),
-        make_step("planted mistakes", "tests.benchmarks.planted_mistakes", "check"),
+        make_step("planted mistakes", "tests.benchmarks.planted_mistakes", "verify"),
     ]
     return steps
 

@@ -1,10 +1,14 @@
-"""Slices of the test set that each rank evaluates."""
+"""Slices of the test set that are evaluated."""
 
 from __future__ import annotations
 
 import pytest
 
-from common.training.evaluate import slice_shard
+from common.training.evaluate import slice_batches, slice_shard
+
+
+def test_the_last_partial_batch_is_evaluated() -> None:
+    assert list(slice_batches(10, 4)) == [slice(0, 4), slice(4, 8), slice(8, 10)]
 
 
 @pytest.mark.parametrize("count, size, ranks", [(101, 16, 2), (101, 16, 4), (9, 4, 2), (1, 10, 3), (64, 64, 1)])
