@@ -296,6 +296,7 @@ def test_a_run_meets_bad_data_or_a_full_disk(case: BadInputCase, tmp_path: Path,
     check_case(case, tmp_path, cache)
 
 
+@pytest.mark.slow
 def test_a_run_continues_without_a_wandb_account(tmp_path: Path, cache: Path) -> None:
     arguments = ("wandb.finish_timeout=200",)
     parts = ("W&B: offline (no W&B account is configured)",)

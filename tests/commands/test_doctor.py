@@ -124,6 +124,7 @@ def make_failed_run(tmp_path: Path, reason: str = "", **result: str) -> RunFolde
     return SyntheticRun(state="failed", result={"reason": reason, **result}).write(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_damaged_data_set_is_named(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache, tmp_path / "prepared")
     (file,) = (tmp_path / "prepared").glob("digits-*/test_labels.npy")

@@ -235,6 +235,7 @@ def test_make_verify_executes_every_folder_of_make_test_all() -> None:
     assert tuple(further_folders.split()) == FURTHER_FOLDERS
 
 
+@pytest.mark.slow
 def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
     write_script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
     for name in ("unit/test_fast.py", "cluster/test_slow.py"):

@@ -18,6 +18,7 @@ from slurm.launch import sweep_file
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.repository import ROOT
 from tests.harness.runs.damaged_runs import DAMAGES
 from tests.harness.runs.process_records import Popen, identify_process
@@ -173,7 +174,7 @@ def test_other_settings_under_the_same_name_are_refused(tmp_path: Path, cache: P
             assert message in refused(file, *arguments, *dry)
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "a path", "a number"])
+@pytest.mark.parametrize("damage", draw_cases("damaged sweeps", [*DAMAGES, "a path", "a number"], 3))
 def test_a_damaged_sweep_is_refused_and_not_restarted(damage: str, tmp_path: Path, cache: Path) -> None:
     points = [{"batch": "32"}, {"batch": "64"}]
     file = write_grid(tmp_path, cache, points=points)

@@ -361,6 +361,7 @@ def test_a_failing_tracking_process_is_reported(tmp_path: Path, monkeypatch: pyt
         send_missing_rows(folder)  # make sync ignores wandb.finish_timeout, here 1 s
 
 
+@pytest.mark.slow
 def test_a_killed_tracking_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported immediately and not as a timeout; no process and no temporary file remains."""
     monkeypatch.delenv("WANDB_MODE", raising=False)

@@ -211,6 +211,7 @@ def test_a_measurement_has_a_figure_and_neither_data_nor_model(tmp_path: Path) -
         assert "collectives does not train a model; use another run" in command.stderr
 
 
+@pytest.mark.slow
 def test_repeated_measurements_are_compared_by_their_exact_results(
     finished: GetRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,7 @@ def sample(run: Path, *options: str, status: int = 0) -> Completed:
 # ---- training
 
 
+@pytest.mark.slow
 def test_it_learns_more_than_pairs_of_bytes_and_continues_the_text(tmp_path: Path) -> None:
     write_sentences(tmp_path / "text.txt")
     completed = train(tmp_path, "steps=60", "evaluate_every=25", "prompt=the cat")
@@ -133,6 +134,7 @@ def test_a_run_is_not_resumed_with_another_text(tmp_path: Path) -> None:
     assert "restore the original data" in resumed.stderr
 
 
+@pytest.mark.slow
 def test_a_custom_network_is_trained_and_sampled(tmp_path: Path) -> None:
     write_sentences(tmp_path / "text.txt")
     file = tmp_path / "recurrent.py"

@@ -195,6 +195,7 @@ def test_a_stage_without_weights_is_refused(engine: str) -> None:
         model_split.split_model(cfg.make_pipeline_config(), model, run)
 
 
+@pytest.mark.slow
 def test_the_split_is_measured_once_and_stored_beside_the_config(tmp_path: Path) -> None:
     first = train(tmp_path, "stages=3")
     file = first.folder.path / "resolved.yaml"
@@ -233,6 +234,7 @@ def test_runs_of_equal_microbatches_have_the_same_measured_split(tmp_path: Path)
     assert read_json(file)["key"] == content["key"], "a damaged file is replaced by a new measurement"
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_settings_leaves_the_config_unchanged(tmp_path: Path) -> None:
     first = train(tmp_path, "checkpoint.every_steps=2")
     files = [first.folder.path / name for name in ("config.yaml", "resolved.yaml")]

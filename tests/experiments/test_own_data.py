@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
+
 from common.runs.folder import read_json
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import run_experiment
@@ -13,6 +15,7 @@ from tests.harness.experiments.registry import REPLICATED_ENTRY
 from tests.harness.runs.resuming import resume_run
 
 
+@pytest.mark.slow
 def test_a_run_learns_and_stores_the_examples_of_the_page(tmp_path: Path) -> None:
     file = write_example(tmp_path)
     network_file = write_example(tmp_path, "residual.py")

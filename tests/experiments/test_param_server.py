@@ -119,6 +119,7 @@ def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Finishe
     assert torch.equal(replay_run(folder, logs_until_save), flatten_mlp(saved))
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_is_resumed_from_a_checkpoint(recorded: FinishedRun, tmp_path: Path) -> None:
     folder = copy_as_interrupted(recorded.folder, SAVED_STEP, tmp_path)
     completed = resume_run(ENTRY_BY_NAME["param_server"], folder)
@@ -155,6 +156,7 @@ def test_the_report_contains_pushes_bytes_and_staleness(recorded: FinishedRun) -
     assert f"with DDP       {result['ddp_samples_per_second']:,.0f} samples/s" in recorded.stdout
 
 
+@pytest.mark.slow
 def test_losses_equal_those_of_one_process_after_a_worker_is_killed(
     cache: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

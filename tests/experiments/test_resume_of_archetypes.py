@@ -83,6 +83,7 @@ def test_settings_that_define_the_training_cannot_change_in_a_resume(tmp_path: P
         assert f"{change.partition('=')[0]} cannot change when a run is resumed" in completed.stderr
 
 
+@pytest.mark.slow
 def test_a_worse_evaluation_after_a_resume_is_not_the_best(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, "checkpoint.best=test_loss", "microbatches=2", "optim.decay=constant", ONE_THREAD)
     uninterrupted = run_experiment(STAGED_ENTRY.name, *settings, runs=tmp_path / "whole")
@@ -104,6 +105,7 @@ def test_a_run_without_a_checkpoint_restarts_from_step_0(tmp_path: Path, digits:
     assert len(first.losses) == 3
 
 
+@pytest.mark.slow
 def test_a_resume_needs_the_initial_weights_only_without_a_checkpoint(tmp_path: Path, quick: Settings) -> None:
     weights = tmp_path / "weights.pt"
     torch.save(networks.build_network("mlp", (28, 28), 10).state_dict(), weights)

@@ -420,6 +420,7 @@ def test_a_resume_with_a_lower_sparsity_restores_no_weight(digits: Settings, tmp
         assert (weight[~mask] == 0).all()
 
 
+@pytest.mark.slow
 def test_two_of_four_holds_after_fine_tuning(digits: Settings, tmp_path: Path) -> None:
     settings = ("model=lenet5", "scope=n:m", "sparsity=0.5", "steps=6", "batch=8")
     completed = run_experiment("sparse_prune", *digits, *SAVING, *settings, runs=tmp_path)

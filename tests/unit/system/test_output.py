@@ -43,6 +43,7 @@ def test_a_stream_without_a_file_is_not_replaced() -> None:
     assert replace_stream(stream, warns=True) is stream
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["-m", "slurm", "status", "--runs-folder={runs}"], ["experiments/mnist_pipeline.py", "--help"]],

@@ -37,6 +37,7 @@ def make_ranks(*moments_of_other: str) -> Ranks:
     return Ranks(TwoWorkers(list(moments_of_other)))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["builtin"]], ids=["gloo", "builtin"])
 def test_entries_that_a_message_omits_are_sent_later(arguments: list[str]) -> None:
     check_program("local_sgd_exchanges", *arguments)

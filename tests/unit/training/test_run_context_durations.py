@@ -118,6 +118,7 @@ def trainer(gpu: FakeGpu, world: World, cache: Path, tmp_path: Path) -> Trainer:
     return Trainer(gpu, world, cache, tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epoch_steps, save_every, steps", [(100, 0, 12), (100, 0, 1000), (15, 0, 40), (100, 3, 40)])
 def test_the_step_duration_includes_the_work_of_the_gpu(
     epoch_steps: int, save_every: int, steps: int, trainer: Trainer

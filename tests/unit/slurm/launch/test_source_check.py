@@ -25,6 +25,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return run_folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["exp --resume={}", "rerun -- {}"])
 @pytest.mark.parametrize("has_checksums", [True, False], ids=["checksums", "an older run"])
 def test_a_truncated_source_file_is_named(command: str, has_checksums: bool, folder: RunFolder) -> None:

@@ -29,6 +29,7 @@ def test_hybrid_sharding_divides_a_layer_and_may_keep_it_gathered(outcomes: dict
     assert outcomes["describe_shards"] == [[resharded, kept_after_forward]] * 4
 
 
+@pytest.mark.slow
 def test_fsdp_shows_the_state_of_a_rank_and_that_of_ddp(tmp_path: Path, digits: Settings) -> None:
     settings = ("strategy=fsdp", "optim.name=adam", "batch=16", "steps=1", "log.progress=bar")
     process = run_experiment("ddp_multinode", *digits, *settings, runs=tmp_path)
