@@ -266,12 +266,12 @@ def count_rounds(part: Mapping[str, Any]) -> list[str]:
 def describe_disturbance(part: Mapping[str, Any]) -> str:
     """Describe the rounds in which other programs used the machine."""
     rounds = part["rounds"]
-    load = f"used up to {100 * part['others']:.0f} % of the machine"
+    load = f"other programs used up to {100 * part['others']:.0f} % of the CPU time"
     if rounds == 1:
-        return f"disturbed by other programs, which {load}"
+        return f"disturbed, because {load}"
     count = rounds - part["undisturbed"]
     were = "was" if count == 1 else "were"
     if is_disturbed(part):
-        return f"{count} of {rounds} rounds {were} disturbed by other programs, which {load}, and {were} included"
+        return f"{count} of {rounds} rounds {were} disturbed, because {load}, but {were} included"
     further = format_count(count, "further round")
-    return f"{further} {were} disturbed by other programs, which {load}, and {were} excluded"
+    return f"{further} {were} excluded, because {load}"

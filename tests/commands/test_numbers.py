@@ -143,7 +143,7 @@ def test_the_line_below_a_table_names_its_conditions() -> None:
     shown = tables.format_measured({"x/y": newer}, "x/y", METHOD)
     assert "| side | ms per step |" in shown
     assert "`make bench NAME=x/y`: 1 round; 1 thread; batch size 32; cpu" in shown
-    assert shown.endswith("disturbed by other programs, which used up to 50 % of the machine.")
+    assert shown.endswith("disturbed, because other programs used up to 50 % of the CPU time.")
 
 
 def test_a_table_of_twelve_rows_is_shown_in_its_order() -> None:
