@@ -80,7 +80,7 @@ cluster-shell:  ## open a shell on the controller of a local cluster, for sbatch
 test test-all test-slurm test-gpu verify: export PYTHONDONTWRITEBYTECODE =
 
 test: .settings  ## run the fast tests, which need no network, SLURM or W&B account [TESTS="tests/unit/config -k 'a or b'"]
-	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" $(if $(value TESTS),,-m "not slow") --numprocesses 4 --dist worksteal
+	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" $(if $(filter TESTS,$(GIVEN)),,-m "not slow") --numprocesses 4 --dist worksteal
 
 test-all: .settings  ## run the fast tests and slower ones: parity, recovery, compiler, export, browser, W&B host
 	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 4 --dist worksteal
@@ -92,7 +92,7 @@ test-slurm: .settings  ## run the tests that need a real SLURM cluster
 test-gpu: .settings  ## run the tests that need an NVIDIA GPU; one GPU is enough
 	@$(PY) -m pytest tests/gpu --numprocesses 6 --dist worksteal
 
-verify: .settings  ## run every case of every list, all campaigns and lint, without a time limit; continues if repeated
+verify: .settings  ## run every case of every list, all campaigns, planted mistakes and lint, without a time limit; continues if repeated
 	@$(PY) -m tests.harness.verification.verify
 
 lint: .settings  ## check the code with ruff (lint and format), mypy, readability rules and import-linter

@@ -39,7 +39,7 @@ from common.config.config_keys import (
     replace_values,
     suggest_key,
 )
-from common.config.yaml_values import describe_yaml_position, flatten_mapping, format_values, load_yaml
+from common.config.yaml_values import describe_yaml_error, flatten_mapping, format_values, load_yaml
 from common.system.errors import UserError
 from configs.dataparallel import RanksPerNode
 from configs.fields import find_group
@@ -101,11 +101,14 @@ def read_config_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); use a readable text file") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML{describe_yaml_position(error)}; correct the file") from None
+        raise UserError(f"{path}: not valid YAML{describe_yaml_error(error)}; correct the file") from None
     tree = tree or {}  # an empty file yields None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines; correct the file")
-    return flatten_mapping(tree)
+    try:
+        return flatten_mapping(tree)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def check_settings_file(schema: type[Experiment], file: Path) -> None:

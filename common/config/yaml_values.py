@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.config.config_keys import nest_values
+from common.system.errors import UserError
 
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 
@@ -29,7 +30,7 @@ class UniqueKeyLoader(YAML_LOADER):
         keys = set[str]()
         for key, _ in node.value:
             if key.value in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value}", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
             keys.add(key.value)
         raise AssertionError("a mapping without duplicate keys has as many entries as keys")
 
@@ -43,20 +44,20 @@ def load_yaml(text: str) -> Any:
 
 
 def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one dict with dotted names as keys."""
+    """Flatten nested mappings into one dict with dotted names as keys. Raises UserError if a name occurs twice."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= flatten_mapping(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
+        values = flatten_mapping(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        if duplicates := flat.keys() & values.keys():
+            raise UserError(f"duplicate key {min(duplicates)}; delete one of its values")
+        flat |= values
     return flat
 
 
-def describe_yaml_position(error: yaml.YAMLError) -> str:
+def describe_yaml_error(error: yaml.YAMLError) -> str:
     """Return the position and cause of a YAML error, or an empty string if they are unknown.
 
-    An example is " at line 2, column 5 (duplicate key batch)".
+    An example is " at line 2, column 5 (duplicate key 'batch')".
     """
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return ""

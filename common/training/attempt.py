@@ -315,8 +315,6 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
         done, epoch_steps = extension.read_step_counts(run_to_resume)
         total = cfg.compute_total_steps(epoch_steps)
         print(f"extending the run after step {done}; the learning rate schedule now covers {total} steps", flush=True)
-    elif "steps" in changed or ("epochs" in changed and not cfg.steps):
-        print("the learning rate schedule now covers the new number of steps", flush=True)
     folder.move_result_of_previous_attempt()
     return folder, prepared
 

@@ -269,13 +269,13 @@ def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None
 
 
 def print_dry_run(name: str, settings: Experiment, profile: Profile, resumed: RunFolder | None, launch: str) -> None:
-    """Print the job script and settings of a submission without creating a run folder."""
+    """Print the job script and settings of a submission without creating a run folder. Raises UserError."""
+    scheduler = choose_scheduler(launch)
     with tempfile.TemporaryDirectory() as scratch:
         text = make_run_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
     print(text.replace(scratch, str(resumed.path) if resumed else f"{settings.runs}/{name}-<time>-<id>"))
-    if choose_scheduler(launch) is None:
-        ranks = format_count(settings.processes, "rank")
-        print(f"# not using SLURM: without DRY_RUN, {ranks} would start on this machine instead of the job above")
+    if scheduler is None:
+        print("# not using SLURM: without DRY_RUN=1, this command runs on this machine and submits no job")
     print(f"# {name}: settings\n{config.format_yaml(settings)}", end="")
 
 
@@ -321,12 +321,12 @@ def main(args: argparse.Namespace) -> int:
     check_step_timeout(settings, profile)
     if strict and provenance.has_uncommitted_changes():
         raise UserError("STRICT=1 requires a checkout without uncommitted changes; commit them, or omit STRICT")
+    if resumed and resumed.result.get("state") == "finished" and not extension.config_adds_steps(resumed, settings):
+        print(extension.explain_finished_run(resumed, settings))
+        return 0
     if dry_run:
         settings = resolve_processes_per_node(settings, profile)
         print_dry_run(name, settings, profile, resumed, args.launch or "auto")
-        return 0
-    if resumed and resumed.result.get("state") == "finished" and not extension.config_adds_steps(resumed, settings):
-        print(extension.explain_finished_run(resumed, settings))
         return 0
     if resumed:
         liveness.wait_for_earlier_attempt(resumed)

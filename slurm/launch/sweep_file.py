@@ -181,9 +181,7 @@ def read_yaml_tree(path: Path) -> dict[str, Any]:
         remedy = f"name a readable sweep file (available files: {list_sweep_files()})"
         raise UserError(f"GRID={path} cannot be read ({reason}); {remedy}") from None
     except yaml.YAMLError as error:
-        raise UserError(
-            f"{path}: not valid YAML{yaml_values.describe_yaml_position(error)}; correct the file"
-        ) from None
+        raise UserError(f"{path}: not valid YAML{yaml_values.describe_yaml_error(error)}; correct the file") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines, including experiment and either grid or points")
     return tree

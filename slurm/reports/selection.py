@@ -214,7 +214,7 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
         if not match:
             raise UserError(f"WHERE={text!r}: {word!r} is not a condition; write key=value, key!=value or key>number")
         comparison, value = match.group(2, 3)
-        if comparison == "=" and value.startswith(("=", "<", ">")):
+        if comparison in ("=", "!=") and value.startswith(("=", "<", ">")):
             raise UserError(f"WHERE={text!r}: {comparison + value[:1]} is not a comparison; use =, !=, <, <=, > or >=")
         conditions.append(match.groups())
     return conditions

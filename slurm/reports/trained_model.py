@@ -232,7 +232,7 @@ def export_model(folder: RunFolder, form: str) -> int:
     draft = path.with_name(f".new.{os.getpid()}.{path.name}")
     try:
         with convert_disk_errors(path):
-            draft.touch()  # torch.export reports a disk that cannot be written as an error of the model
+            draft.touch()  # torch.export reports a read-only disk as an error of the model
         difference = write_checked_export(model, facts, form, draft, path)
         draft.replace(path)
     finally:

@@ -293,7 +293,8 @@ def select_mistakes(mistakes: Sequence[Mistake], names: Sequence[str]) -> list[M
     """Return the mistakes with these names, or all. Exits if a name is unknown or a mistake cannot be planted."""
     unknown = set(names) - {mistake.name for mistake in mistakes}
     if unknown:
-        sys.exit(f"unknown: {', '.join(sorted(unknown))}")
+        names_text = ", ".join(sorted(unknown))
+        sys.exit(f"unknown mistakes: {names_text}; to list them: python -m tests.benchmarks.planted_mistakes list")
     problems = list_problems(mistakes)
     if problems:
         sys.exit("\n".join(problems))
@@ -332,10 +333,10 @@ def run_mistakes(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def pass_without_mistakes(tests: Sequence[str], arguments: argparse.Namespace) -> bool:
+def check_tests_without_mistakes(tests: Sequence[str], arguments: argparse.Namespace) -> bool:
     """Print and return whether tests pass in a copy without mistakes. Tests that always fail notice nothing."""
     start = time.monotonic()
-    outcome = run_in_copy(None, tests, arguments.timeout, workers=arguments.jobs)
+    outcome = run_in_copy(None, tests, arguments.timeout * len(tests), workers=arguments.jobs)
     if outcome.has_passed_test:
         print(f"{time.monotonic() - start:>6.1f} s  {len(tests)} tests passed without mistakes", flush=True)
     else:
@@ -356,7 +357,7 @@ def verify_mistakes(arguments: argparse.Namespace) -> int:
     tests = sorted({mistake.caught_by for mistake in mistakes})
     unnoticed = []
     with open_pool(arguments.jobs) as pool:
-        if not pool.submit(pass_without_mistakes, tests, arguments).result():
+        if not pool.submit(check_tests_without_mistakes, tests, arguments).result():
             return 1
         runs = {pool.submit(verify_mistake, mistake, arguments.timeout): mistake for mistake in mistakes}
         for run in concurrent.futures.as_completed(runs):

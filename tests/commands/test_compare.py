@@ -276,6 +276,7 @@ INVALID_ARGUMENTS = {
     "--last=0": "LAST must be",
     "--last=-3": "LAST must be",
     "--where=strategy": "is not a condition",
+    "--where=seed!==1": "!== is not a comparison",
     "--where=seed=>1": "=> is not a comparison; use =, !=, <, <=, > or >=",
     "--where=strateg=ddp": "did you mean strategy?",
     "--where=lr>high": "is not a number",

@@ -13,12 +13,13 @@ import pytest
 @contextlib.contextmanager
 def mount_read_only(folder: Path) -> Iterator[None]:
     """Mount a folder over itself, read-only. Skip the test if this user cannot mount disks."""
-    command = ["mount", "--bind", str(folder), str(folder)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        pytest.skip(f"NOT CHECKED: no read-only disk can be mounted here: {process.stderr.strip()}")
+    commands = (["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder])
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        for command in commands:
+            subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"NOT CHECKED: no read-only disk can be mounted here: {getattr(error, 'stderr', error)}")
+    try:
         yield
     finally:
         subprocess.run(["umount", "-l", folder], check=True)

@@ -185,9 +185,17 @@ def test_a_dry_run_prints_the_job_and_changes_nothing(fake: FakeSlurm, cache: Pa
     assert "not using SLURM" not in process.stdout
     assert "microbatches: 4" in process.stdout
     process = call_slurm(fake, *list_arguments(cache, runs, "--dry-run=1", "--launch=local"))
-    assert "2 ranks would start on this machine instead of the job above" in process.stdout
+    assert "not using SLURM: without DRY_RUN=1, this command runs on this machine and submits no job" in process.stdout
     assert not fake.calls_file.exists()
     assert not runs.exists()
+
+
+def test_a_dry_run_of_a_resumed_run_shows_its_folder(fake: FakeSlurm, tmp_path: Path) -> None:
+    folder = SyntheticRun("mnist_pipeline", 0, 20, state="failed").write(tmp_path)
+    provenance.copy_source(folder)
+    process = call_slurm(fake, "exp", "--dry-run=1", f"--resume={folder.path}", "--", "")
+    assert f"#SBATCH --output={folder.path}/" in process.stdout
+    assert "<time>-<id>" not in process.stdout
 
 
 def run_exp(fake: FakeSlurm, settings: str, *options: str, status: int = 0) -> Completed:
