@@ -89,6 +89,10 @@ def test_every_experiment_has_its_page_and_its_line(script: Path) -> None:
     assert any(command.startswith(f"make bench NAME={script.stem}") for command in list_page_commands(*PAGES))
 
 
+def test_the_page_for_contributors_is_short() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= MAX_PAGE_LINES
+
+
 @pytest.mark.parametrize("page", sorted((ROOT / "common").rglob("README.md")), ids=lambda page: page.parent.name)
 def test_pages_beside_the_code_are_short_and_checked(page: Path) -> None:
     max_lines = 120 if page.parent.name == "common" else MAX_PAGE_LINES
