@@ -105,10 +105,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     tree = tree or {}  # an empty file yields None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines; correct the file")
-    try:
-        return flatten_mapping(tree)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return flatten_mapping(tree)
 
 
 def check_settings_file(schema: type[Experiment], file: Path) -> None:

@@ -6,13 +6,12 @@ This module does not import torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
 
 from common.config.config_keys import nest_values
-from common.system.errors import UserError
 
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 
@@ -20,19 +19,12 @@ YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader o
 class UniqueKeyLoader(YAML_LOADER):
     """Create only str, list and dict. Reject mappings in which a key occurs twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
-        if len(mapping) < len(node.value):
-            self.raise_duplicate_key(node)
-        return mapping
-
-    def raise_duplicate_key(self, node: yaml.MappingNode) -> NoReturn:
-        keys = set[str]()
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        first_keys: dict[str, Any] = {}
         for key, _ in node.value:
-            if key.value in keys:
+            if first_keys.setdefault(key.value, key) is not key:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-            keys.add(key.value)
-        raise AssertionError("a mapping without duplicate keys has as many entries as keys")
+        return super().construct_mapping(node, deep=deep)
 
 
 def load_yaml(text: str) -> Any:
@@ -44,13 +36,13 @@ def load_yaml(text: str) -> Any:
 
 
 def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one dict with dotted names as keys. Raises UserError if a name occurs twice."""
+    """Flatten nested mappings into one dict with dotted names as keys."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
-        values = flatten_mapping(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-        if duplicates := flat.keys() & values.keys():
-            raise UserError(f"duplicate key {min(duplicates)}; delete one of its values")
-        flat |= values
+        if isinstance(value, Mapping):
+            flat |= flatten_mapping(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 
@@ -59,10 +51,8 @@ def describe_yaml_error(error: yaml.YAMLError) -> str:
 
     An example is " at line 2, column 5 (duplicate key 'batch')".
     """
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return ""
-    mark = error.problem_mark
-    return f" at line {mark.line + 1}, column {mark.column + 1} ({error.problem})"
+    mark = getattr(error, "problem_mark", None)
+    return f" at line {mark.line + 1}, column {mark.column + 1} ({getattr(error, 'problem', '')})" if mark else ""
 
 
 def format_values(values: Mapping[str, Any]) -> str:

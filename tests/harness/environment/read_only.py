@@ -13,7 +13,7 @@ import pytest
 @contextlib.contextmanager
 def mount_read_only(folder: Path) -> Iterator[None]:
     """Mount a folder over itself, read-only. Skip the test if this user cannot mount disks."""
-    commands = (["mount", "--bind", folder, folder], ["mount", "-o", "remount,bind,ro", folder])
+    commands = (["mount", "--bind", str(folder), str(folder)], ["mount", "-o", "remount,bind,ro", str(folder)])
     try:
         for command in commands:
             subprocess.run(command, capture_output=True, text=True, check=True)
