@@ -20,11 +20,12 @@ class UniqueKeyLoader(YAML_LOADER):
     """Create only str, list and dict. Reject mappings in which a key occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        mapping = super().construct_mapping(node, deep=deep)
         first_keys: dict[str, Any] = {}
         for key, _ in node.value:
             if first_keys.setdefault(key.value, key) is not key:
                 raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-        return super().construct_mapping(node, deep=deep)
+        return mapping
 
 
 def load_yaml(text: str) -> Any:

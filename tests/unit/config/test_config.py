@@ -133,6 +133,7 @@ def test_help_into_a_closed_pipe_ends_without_a_traceback(option: str) -> None:
 INVALID_FILES = {
     "a: [1\n": "settings.yaml: not valid YAML at line 2, column 1 (",
     "batch: 1\nepochs: 1\nbatch: 2\n": "not valid YAML at line 3, column 1 (duplicate key 'batch'); correct the file",
+    "? [a]\n: 1\n": "not valid YAML at line 1, column 3 (found unhashable key)",
     "- a\n- b\n": "key: value",
     "batch:\n  size: 3\n": "unknown key batch.size",
 }
