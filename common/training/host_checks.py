@@ -5,6 +5,7 @@ Rank 0 compares the facts of all ranks to find problems.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import secrets
@@ -196,7 +197,8 @@ def measure_disk_write_speed(folder: Path) -> HostFacts:
     except UserError as error:
         return {"disk_mb_per_s": None, "disk_error": str(error)}
     finally:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a read-only disk refuses this too, and does not contain the file
+            file.unlink(missing_ok=True)
 
 
 def collect_data_checksums(cache: Path) -> HostFacts:

@@ -212,7 +212,8 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
     for word in split_words("WHERE", text):
         match = CONDITION.fullmatch(word)
         if not match:
-            raise UserError(f"WHERE={text!r}: {word!r} is not a condition; write key=value, key!=value or key>number")
+            remedy = "write key=value, key!=value or key>number, without spaces"
+            raise UserError(f"WHERE={text!r}: {word!r} is not a condition; {remedy}")
         comparison, value = match.group(2, 3)
         if comparison in ("=", "!=") and value.startswith(("=", "<", ">")):
             raise UserError(f"WHERE={text!r}: {comparison + value[:1]} is not a comparison; use =, !=, <, <=, > or >=")
