@@ -29,7 +29,7 @@ from tests.harness.verification.delete_technique import DELETABLE_TECHNIQUES
 WHOLE_LISTS: Mapping[str, str] = MappingProxyType({ALL_CASES_VARIABLE: "1", "PYTEST_TIMEOUT": "3600"})
 """Environment of the test suites. A test that executes a whole list may take an hour on a slow machine."""
 FAST_FOLDERS = ("tests/unit", "tests/experiments", "tests/pitfalls", "tests/commands")
-"""Folders of `make test`. It executes their slow tests only if `TESTS` selects them."""
+"""Folders of `make test`, which omits their slow tests unless TESTS is set."""
 FURTHER_FOLDERS = ("tests/parity", "tests/recovery", "tests/complete")
 """Folders that `make test-all` tests in addition to `make test`.
 
