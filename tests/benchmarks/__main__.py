@@ -86,22 +86,23 @@ def count_missing_rounds(part: Part, record: Record, rounds: int) -> int:
     return make_pace(part, rounds, 0).count_missing(record.find_samples(part.name))
 
 
-def measure(part: Part, record: Record, seconds: float, rounds: int, earlier: Samples) -> Samples:
-    """Measure one part, in addition to earlier rounds; its record is written after each round."""
+def measure(part: Part, record: Record, seconds: float, rounds: int, earlier: Samples, scratch: Path) -> Samples:
+    """Measure one part, in addition to earlier rounds; its record is written after each round.
+
+    `scratch` is an empty folder for temporary files.
+    """
     print(f"\n{part.name}: {part.title}", flush=True)
     if earlier.rounds:
         print(f"  {format_count(earlier.rounds, 'earlier round')}", flush=True)
     origin = {"title": part.title, "command": f"make bench NAME={part.name}", "facts": list(part.facts)}
-    with tempfile.TemporaryDirectory(prefix="bench-") as name:
-        scratch = Path(name)
 
-        def keep(samples: Samples) -> None:
-            part.check(scratch, samples)
-            content = origin | {"round_seconds": round(pace.last, 1)} | part.attachments(scratch)
-            record.put(part.name, content, samples, part.table(samples))
+    def keep(samples: Samples) -> None:
+        part.check(scratch, samples)
+        content = origin | {"round_seconds": round(pace.last, 1)} | part.attachments(scratch)
+        record.put(part.name, content, samples, part.table(samples))
 
-        pace = make_pace(part, rounds, seconds)
-        return interleave(part.sides(scratch), pace, keep, earlier)
+    pace = make_pace(part, rounds, seconds)
+    return interleave(part.sides(scratch), pace, keep, earlier)
 
 
 def describe_missing_rounds(parts: Sequence[Part], record: Record, rounds: int) -> str:
@@ -166,17 +167,21 @@ def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int
         print("all parts are complete; measuring them again")
     status = 0
     try:
-        for number, part in enumerate(chosen):
-            seconds_left = deadline - time.monotonic()
-            earlier = record.find_samples(part.name) if incomplete else Samples()
-            if seconds_left <= 0:
-                left_out[part.name] = f"the budget was used up; make bench NAME={part.name}"
-                continue
-            try:
-                measure(part, record, seconds_left / (len(chosen) - number), rounds, earlier)
-            except FAILURES as error:  # the other parts are measured all the same
-                left_out[part.name] = f"failed: {error}"
-                status = 1
+        # One folder for all parts, because the deletion of many files slows down the next runs; see `discard_run`.
+        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+            for number, part in enumerate(chosen):
+                seconds_left = deadline - time.monotonic()
+                earlier = record.find_samples(part.name) if incomplete else Samples()
+                if seconds_left <= 0:
+                    left_out[part.name] = f"the budget was used up; make bench NAME={part.name}"
+                    continue
+                part_folder = Path(scratch) / part.name.replace("/", "-")
+                part_folder.mkdir()
+                try:
+                    measure(part, record, seconds_left / (len(chosen) - number), rounds, earlier, part_folder)
+                except FAILURES as error:  # the other parts are measured all the same
+                    left_out[part.name] = f"failed: {error}"
+                    status = 1
     except KeyboardInterrupt:
         status = 130
     print_summary(record, left_out)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import ssl
 import statistics
 import subprocess
@@ -22,7 +21,7 @@ from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Number, Samples, Task, summarize_values
-from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.parts import Part, discard_run, finish
 from tests.benchmarks.records import Cell, Row, Table, at_least, at_most, make_value_table
 
 NAME = "collectives"
@@ -100,7 +99,7 @@ def measure_sizes(scratch: Path, *settings: str, count: int = 0, rate: str = "")
     def run(number: int) -> dict[str, float]:
         folder, load = run_once(scratch, (*SETTINGS, f"seed={number}", *settings), count, rate)
         result = parse_result(folder.result)
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
 
         numbers = {"seconds": result.timings["step_seconds"], **load}
         numbers |= list_point_numbers(result.measured["points"])

@@ -7,7 +7,6 @@ trains ddp_multinode with these settings and elastic=true, and writes the median
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from common.training.run import Run
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.benchmarks.measure import Samples, Task
-from tests.benchmarks.parts import Part, environment
+from tests.benchmarks.parts import Part, discard_run, environment
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 CALLS = {
@@ -75,9 +74,9 @@ def run_elastic(scratch: Path, label: str) -> Task:
         command = [sys.executable, "-m", "tests.benchmarks.elastic_cost", *settings]
         subprocess.run(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
         (path,) = runs.iterdir()
-        attempt = RunFolder(path).list_attempts()[-1]
-        medians = read_json(attempt.attempt_folder / FILE)
-        shutil.rmtree(runs)
+        folder = RunFolder(path)
+        medians = read_json(folder.list_attempts()[-1].attempt_folder / FILE)
+        discard_run(folder)
         added = sum(medians[name] for name in CALLS)
         return {**medians, "seconds": added, "percent": 100 * added / medians["step"]}
 

@@ -7,7 +7,6 @@ compared with steps that keep them. The default run is also timed from its start
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.benchmarks import strategies
 from tests.benchmarks.amp_accum import no_gpu
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task, Team, Values, summarize_values
-from tests.benchmarks.parts import Part, finish, ignore_other_programs, run_of
+from tests.benchmarks.parts import Part, discard_run, finish, ignore_other_programs, run_of
 from tests.benchmarks.records import Row, Table, at_least, at_most, make_value_table
 from tests.harness.settings_text import split_settings
 
@@ -285,7 +284,7 @@ def run_default(scratch: Path) -> list[Team | Task]:
         folder = finish(scratch, "default", NAME, "data.test_limit=0", f"seed={number}")
         seconds = time.perf_counter() - start
         result = parse_result(folder.result).flatten_values()
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
         return {"seconds": seconds} | {name: result[name] for name in ("test_loss", "bigram_loss", "bits_per_byte")}
 
     return [Task("default run", run)]

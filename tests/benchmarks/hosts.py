@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from slurm.local_cluster.cables import Shape
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
 from tests.benchmarks.measure import Load, Task
-from tests.benchmarks.parts import environment, finish, flatten
+from tests.benchmarks.parts import discard_run, environment, finish, flatten
 
 HOSTS = 4
 WARM_UP = 10  # steps
@@ -124,7 +123,7 @@ def run_on_hosts(
         measured = {"seconds": seconds, "samples_per_second": rate, "others": others}
         for name in keep:
             measured |= flatten(name, result[name])
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
         return measured
 
     return Task(label, run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts, local_sgd_crossover
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.parts import Part, discard_run, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "local_sgd"
@@ -46,7 +45,7 @@ def train(scratch: Path, name: str, *settings: str) -> Task:
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, name, experiment, *SETTINGS, *side_settings, *settings, f"seed={number}")
         result = parse_result(folder.result).flatten_values()
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
         measured = {
             "seconds": result["step_seconds"],
             "test_accuracy": result["test_accuracy"],

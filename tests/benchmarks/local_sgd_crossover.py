@@ -7,7 +7,6 @@ the cable (see common/backend/cost.py).
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,7 +20,7 @@ from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.parts import Part, discard_run, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "crossover"
@@ -98,7 +97,7 @@ def measure_rate(scratch: Path, rate: str) -> Task:
                 settings_of_round = (*BRIEF, *settings, f"seed={number}")
                 folder = finish(scratch, name, experiment, *settings_of_round, nodes=COUNT, env=cluster.env)
                 seconds[name], _ = hosts.time_steps(folder, FIRST)
-                shutil.rmtree(folder.path.parent)
+                discard_run(folder)
             others = cluster.measure_load().compute_other_share(before)
         return {"seconds": sum(seconds.values()), "others": others, **seconds}
 
@@ -167,7 +166,7 @@ def measure_accuracy(scratch: Path, name: str) -> Task:
         folder = finish(scratch, name, experiment, *ON_MNIST, *settings, f"seed={number}")
         result = parse_result(folder.result).flatten_values()
         steps = [row for row in folder.read_metrics() if row.get("loss") is not None]
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
         return {
             "seconds": result["step_seconds"],
             "test_accuracy": result["test_accuracy"],

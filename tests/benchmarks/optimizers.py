@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from common.system.causes import Cause
 from configs.data_rules import TRAIN_SAMPLES
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, RunFailedError, finish
+from tests.benchmarks.parts import Part, RunFailedError, discard_run, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "optimizers"
@@ -57,7 +56,7 @@ def try_rate(scratch: Path, label: str, rate: float, *settings: str) -> dict[str
     losses = [row["loss"] for row in folder.read_metrics() if row.get("loss") is not None]
     epoch_steps = max(1, len(losses) // EPOCHS)
     accuracy = folder.result["scores"]["test_accuracy"]
-    shutil.rmtree(folder.path.parent)
+    discard_run(folder)
     return {"loss": mean(losses[-epoch_steps:]), "rate": rate, "test_accuracy": accuracy}
 
 

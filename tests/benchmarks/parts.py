@@ -72,7 +72,7 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
             measured |= flatten(name, result[name])
         if result.get("timeline"):
             (scratch / f"{label}.timeline").write_text(json.dumps(result["timeline"]))
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
         return measured
 
     return Task(label, run)
@@ -113,6 +113,19 @@ def finish(
         raise RunFailedError(f"{label}: {' '.join(command)} failed:\n{process.stderr[-2000:]}", cause=cause)
     (path,) = (path for path in runs.iterdir() if path.is_dir())
     return RunFolder(path)
+
+
+def discard_run(folder: RunFolder) -> None:
+    """Delete the files of a run, except the copy of the source code.
+
+    The copy consists of hundreds of small files. For some minutes after so many files have been deleted, ext4 creates
+    files more slowly, which would slow down the beginning of the next run. The copies are deleted with `scratch`.
+    """
+    for path in folder.path.iterdir():
+        if path.is_dir() and path.name != "code":
+            shutil.rmtree(path)
+        elif path.is_file():
+            path.unlink()
 
 
 def environment(wandb: str = "offline") -> dict[str, str]:

@@ -6,7 +6,6 @@ The runs are those of `make sweep GRID=configs/sweeps/strategies.py`. In each ro
 from __future__ import annotations
 
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from configs.sweeps import strategies as strategy_grid
 from slurm.reports import strategies as strategy_report
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task
-from tests.benchmarks.parts import Part, finish
+from tests.benchmarks.parts import Part, discard_run, finish
 from tests.benchmarks.records import Cell, Row, Table
 
 RANKS = 2
@@ -78,7 +77,7 @@ class StrategyComparison:
             folder = finish(scratch, label, self.name, *settings)
             measured = strategy_report.read_run(folder)
             assert measured is not None
-            shutil.rmtree(folder.path.parent)
+            discard_run(folder)
             self.losses[label] = measured.losses
             if label == next(iter(self.losses)):
                 self.process = measured

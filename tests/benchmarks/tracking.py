@@ -5,13 +5,12 @@ Wall time ends with the last process of the run. The sides take turns; each rati
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 
 from common.runs.result import parse_result
 from tests.benchmarks.measure import Number, Samples, Task
-from tests.benchmarks.parts import Part, environment, finish
+from tests.benchmarks.parts import Part, discard_run, environment, finish
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
 from tests.harness.commands.processes import find_processes
 
@@ -38,7 +37,7 @@ def make_task(scratch: Path, run_name: str, mode: str) -> Task:
             time.sleep(POLL_SECONDS)
         wall = time.perf_counter() - start
         step_seconds = parse_result(folder.result).flatten_values()["step_seconds"]
-        shutil.rmtree(folder.path.parent)
+        discard_run(folder)
         return {"seconds": step_seconds, "wall": wall}
 
     return Task(f"{run_name}, {mode}", run)

@@ -273,11 +273,8 @@ class PipelineEngine(ScheduleExecutor):
             microbatches=settings.microbatches, size=batch // settings.microbatches,
             dtype=dtype, transport=settings.transport,
         )  # fmt: skip
-
-    @property
-    def module(self) -> nn.ModuleList:
+        self.module = nn.ModuleList(local_stages.values())
         """All stages of this rank as one module, from which, for example, the optimizer gets its parameters."""
-        return nn.ModuleList(self.local_stages.values())
 
     def step(self, x: Tensor | None, y: Tensor | None) -> Tensor | None:
         """Run forward and backward for one batch, and add the gradients to the parameters' `.grad`.
