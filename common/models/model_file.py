@@ -65,7 +65,8 @@ def write_model(folder: RunFolder, state: Mapping[str, Tensor], recipe: Recipe, 
         draft.replace(folder.path / MODEL_FILE)
         write_json(folder.path / MODEL_FACTS_FILE, content)
     finally:
-        draft.unlink(missing_ok=True)
+        if draft.exists():  # on a read-only disk, the deletion of a missing file would hide the first error
+            draft.unlink()
 
 
 def get_tensor_shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
