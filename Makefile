@@ -83,7 +83,7 @@ test: .settings  ## run the fast tests, which need no network, SLURM or W&B acco
 	@PYTEST_ADDOPTS="$$PYTEST_ADDOPTS "$(call given,TESTS) $(PY) -m pytest -o testpaths="$(FAST)" $(if $(filter TESTS,$(GIVEN)),,-m "not slow") --numprocesses 4 --dist worksteal
 
 test-all: .settings  ## run the fast tests and slower ones: parity, recovery, compiler, export, browser, W&B host
-	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete --numprocesses 4 --dist worksteal
+	@$(PY) -m pytest $(FAST) tests/parity tests/recovery tests/complete -m "not omitted" --numprocesses 4 --dist worksteal
 	@$(PY) -m tests.harness.verification.changed_clone
 
 test-slurm: .settings  ## run the tests that need a real SLURM cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from common.data.prepare import prepare_digits
 from configs.shared import Data
 from tests.harness.commands.execution import ForkServer
 from tests.harness.commands.processes import Settings, write_script
-from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, read_commit_seed
+from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, draw_cases, read_commit_seed
 from tests.harness.environment.shared_results import GetRun, create_folder_once, run_experiment_once
 from tests.harness.gpu.visible_gpus import hide_gpus
 from tests.harness.repository import ROOT
@@ -48,6 +49,16 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # tests run three at a time, and threads that wait for each other burn the other's core
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Add the marker `omitted` to two thirds of the tests with the marker `drawn`. The choice depends on the commit."""
+    drawn = {item.nodeid: item for item in items if item.get_closest_marker("drawn")}
+    names = sorted(drawn)
+    chosen = draw_cases("tests with the marker drawn", names, math.ceil(len(names) / 3))
+    for name in set(names) - set(chosen):
+        drawn[name].add_marker("omitted")
 
 
 def pytest_collection_finish() -> None:

@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.harness.commands import execution
 from tests.harness.commands.processes import make_environment
 from tests.harness.environment.randomness import ALL_CASES_VARIABLE
@@ -24,6 +26,7 @@ OMITTED = (
 MIN_TESTS = 20
 
 
+@pytest.mark.drawn
 def test_an_added_experiment_passes_the_tests_of_all_experiments(tmp_path: Path) -> None:
     clone = tmp_path / "clone"
     clone_checkout(clone)

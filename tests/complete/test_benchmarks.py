@@ -17,6 +17,7 @@ from tests.harness.experiments.discovery import import_if_exists
 from tests.harness.experiments.registry import TRAINING_ENTRIES, Entry
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("entry", draw_cases("measured experiments", TRAINING_ENTRIES, 3), ids=lambda entry: entry.name)
 def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: Path, cache: Path) -> None:
@@ -32,6 +33,7 @@ def test_benchmarks_read_the_results_of_each_experiment(entry: Entry, tmp_path: 
         assert any(key.startswith(name) for key in measured), name
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("forked")
 def test_the_rate_with_the_lowest_training_loss_is_chosen_and_divergence_is_reported(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,6 +52,7 @@ def test_the_rate_with_the_lowest_training_loss_is_chosen_and_divergence_is_repo
         optimizers.tune(tmp_path, optimizers.SGD, 64, (100,), brief).run(0)
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("forked")
 def test_an_experiment_without_comparisons_is_measured_with_one_rank_and_two(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ def measure(part: Part, folder: Path) -> Samples:
     return interleave(part.sides(folder), Pace(1, 0, 60), lambda _: None)
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("forked")
 def test_times_of_collectives_become_tables_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "SIZES", ("sizes=[4,1K]", "rounds=2"))

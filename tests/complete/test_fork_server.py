@@ -42,6 +42,7 @@ def compare_outputs(argv: Callable[[Path], list[str]], place: Path) -> str:
     return fork.stdout
 
 
+@pytest.mark.drawn
 def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick: Settings) -> None:
     """The command is replaced by the script of the experiment."""
 
@@ -59,6 +60,7 @@ def test_a_finished_run_leaves_the_same_folder_and_output(tmp_path: Path, quick:
     assert files["result.json"]["scores"]["test_samples"] == 100
 
 
+@pytest.mark.drawn
 def test_a_command_that_starts_others_prints_the_same(tmp_path: Path, quick: Settings) -> None:
     """`rerun` reads the settings with the source of a run, and then executes this source."""
     old = run_experiment("mnist_pipeline", *quick, "steps=6", runs=tmp_path / "first").folder
@@ -92,6 +94,7 @@ def interrupt_training(runs: Path, quick: Settings, *, real: bool) -> tuple[int 
     return process.returncode, output, sorted(files)
 
 
+@pytest.mark.drawn
 def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick: Settings) -> None:
     fork = interrupt_training(tmp_path / "fork", quick, real=False)
     real = interrupt_training(tmp_path / "real", quick, real=True)
@@ -101,6 +104,7 @@ def test_ctrl_c_in_training_ends_both_with_the_same_output(tmp_path: Path, quick
     assert "saved at step LAST" in output
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("arguments, status", [(("no_such_key=1",), 2), (("--help",), 0)], ids=["a user error", "help"])
 def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: int, tmp_path: Path) -> None:
     fork, real = execute_forked_and_real(
@@ -112,6 +116,7 @@ def test_output_without_a_run_is_the_same(arguments: tuple[str, ...], status: in
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.drawn
 def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tests.harness.ranks.launch_cases", "no_such_case", str(tmp_path)]
     fork, real = execute_forked_and_real(lambda _: argv, tmp_path)
@@ -126,6 +131,7 @@ def test_an_uncaught_exception_prints_the_same_traceback(tmp_path: Path) -> None
     assert last[0].startswith(f'  File "{ROOT}/tests/harness/ranks/launch_cases.py", line ')
 
 
+@pytest.mark.drawn
 def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server's stdin closes when pytest is killed. Only one of the commands leads a session and has a child."""
     program = "from tests.harness.commands import fork_server as server; server.preload = lambda: None; server.main()"
@@ -150,6 +156,7 @@ def test_no_command_outlives_the_server(tmp_path: Path, monkeypatch: pytest.Monk
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.drawn
 def test_a_process_that_opens_and_closes_files_is_found(tmp_path: Path) -> None:
     program = "while True: files = [open('/dev/null') for _ in range(50)]; [file.close() for file in files]"
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:

@@ -28,6 +28,7 @@ def test_the_model_of_a_step_is_its_time_without_a_limit_and_that_of_its_bytes(t
     assert "alpha + beta n" in (tmp_path / "rates.svg").read_text()
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("forked")
 def test_the_loss_of_local_sgd_comes_with_its_interval(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -57,6 +58,7 @@ def test_the_table_of_the_cable_has_goals() -> None:
     assert goals == [(1.3, True), (1.8, True), (None, True), (2.2, True), (1.05, False)]
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("forked")
 def test_accuracy_of_strategies_comes_with_the_bytes_that_were_sent(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch

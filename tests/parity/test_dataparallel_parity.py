@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness.parity.dataparallel_cases import train_run
 from tests.harness.parity.reference import list_differences
 
@@ -12,6 +14,7 @@ FULL = ("model=resnet18", "compare=false", "data.samples=17", "data.image_size=1
 REGULARIZATION = ("clip=1", "dropout=0.1")
 
 
+@pytest.mark.drawn
 def test_the_full_resnet_with_synchronised_norms_equals_one_process(cache: Path, tmp_path: Path) -> None:
     _, single_process = train_run(cache, tmp_path / "single", STEPS, *FULL, *REGULARIZATION, "strategy=single")
     assert len(single_process["losses"]) == STEPS

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.shared_results import create_folder_once
 from tests.harness.parity.ddp_cases import DDP
 from tests.harness.parity.driver import load_outcomes, train_cases
@@ -43,7 +44,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, A
     return load_outcomes(folder, 2)
 
 
-@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("processes", draw_cases("convnet-ranks", [1, 2, 4], 1))
 def test_ddp_and_fsdp_of_the_convnet_equal_one_process(
     processes: int, tmp_path: Path, cache: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_norm_contains_the_gradients_of_all_ranks_if_they_divide_the_optimiz
     assert len(of_two[ZERO1_WITHOUT_CLIPPING]["norms"]) == 10
 
 
+@pytest.mark.drawn
 def test_resnet_equals_one_process_with_and_without_synchronised_norms(tmp_path: Path, cache: Path) -> None:
     brief_fsdp = f"{BRIEF},strategy=fsdp"
     recomputed = f"{BRIEF},recompute=blocks"

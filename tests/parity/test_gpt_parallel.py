@@ -201,7 +201,7 @@ def get_reference_case(case: str) -> str:
     return ",".join([BASE, *shared_settings])
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", draw_cases("gpt-ranks", list(CASES), 2))
 def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> None:
     cases = draw_cases(f"gpt-layouts-{ranks}", CASES[ranks].split(), DRAWN_CASES[ranks])
     for case in draw_cases(f"gpt-stages-{ranks}", STAGE_CASES[ranks].split(), DRAWN_STAGE_CASES[ranks]):
@@ -246,6 +246,7 @@ def find_distance(outcome: dict[str, Any], single_process: dict[str, Any]) -> fl
     return math.sqrt(sum(gap.square().sum().item() for gap in gaps))
 
 
+@pytest.mark.drawn
 def test_layouts_in_bf16_are_as_near_to_float64_as_one_process(tmp_path: Path, cache: Path) -> None:
     bf16 = "precision=bf16,dtype=float32"
     sequence = "tensor=2,sequence=true"

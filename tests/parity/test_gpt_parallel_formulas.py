@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import gpt_parallel as benchmark
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.parity.driver import train_cases
 from tests.harness.parity.gpt_parallel_cases import GPT_PARALLEL, list_formula_gaps
 from tests.harness.parity.rank_formulas import list_rank_formula_gaps
@@ -64,7 +65,7 @@ CASES = {
 """Cases of other models by number of ranks, one in each line."""
 
 
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", draw_cases("formulas-ranks", list(CASES), 2))
 def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cache: Path) -> None:
     measured_layouts = [layout for layout in MEASURED_LAYOUTS if ("=2" in layout) == (ranks == 2)] if ranks < 3 else []
     cases = [f"{SETTINGS},{case}" for case in (*measured_layouts, *CASES[ranks].split())]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.parity.driver import train_cases
 from tests.harness.parity.local_sgd_cases import LOCAL_SGD
 from tests.harness.parity.reference import TOLERANCE
@@ -32,7 +33,7 @@ def find_gap(first: dict[str, Any], second: dict[str, Any]) -> float:
     return max(gaps)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", draw_cases("workers", [2, 3], 1))
 def test_an_exchange_after_each_step_equals_ddp_and_own_momentum_equals_torch(
     workers: int, tmp_path: Path, cache: Path
 ) -> None:

@@ -9,10 +9,13 @@ import pytest
 
 from configs.pipeline import SCHEDULES, V_SCHEDULES
 from tests.harness.commands.processes import run_experiment
+from tests.harness.environment.randomness import draw_cases
 from tests.harness.parity.driver import train_cases
 from tests.harness.parity.method import COMMON_SETTINGS, run_reference
 from tests.harness.parity.reference import TOLERANCE, list_differences, list_loss_differences
 from tests.harness.parity.stage_cases import MISTAKES, PIPELINE
+
+ENGINES = ["own", "torch"]
 
 
 def make_case(engine: str, schedule: str, processes: int, stages_per_process: int) -> str:
@@ -25,8 +28,7 @@ def make_case(engine: str, schedule: str, processes: int, stages_per_process: in
     return f"engine={engine},schedule={schedule},{stages},microbatches={microbatches}"
 
 
-@pytest.mark.parametrize("engine", ["own", "torch"])
-@pytest.mark.parametrize("processes", [2, 3, 4])
+@pytest.mark.parametrize("processes, engine", draw_cases("pipelines", [*itertools.product([2, 3, 4], ENGINES)], 3))
 def test_pipelines_equal_the_unsplit_model(processes: int, engine: str, tmp_path: Path, cache: Path) -> None:
     # two ranks cover several stages per rank of torch's engine
     has_two_stages = processes == 2 or (processes == 4 and engine == "own")

@@ -22,6 +22,7 @@ from tests.harness.runs.resuming import resume_run
 PAIRS = [("running", "resume", "cancel"), ("running", "cancel", "resume"), ("stopped", "resume", "resume")]
 
 
+@pytest.mark.drawn
 def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,7 +54,7 @@ def make_id(parameter: Entry | tuple[str, ...] | int) -> str:
     return "-".join(parameter) if isinstance(parameter, tuple) else str(parameter)
 
 
-RESUMED_RUNS = draw_cases("resumed runs", WORLDS, 8)
+RESUMED_RUNS = draw_cases("resumed runs", WORLDS, 5)
 
 
 @pytest.mark.parametrize("entry, ranks", RESUMED_RUNS, ids=make_id)
