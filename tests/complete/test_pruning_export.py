@@ -23,6 +23,7 @@ def check_other_batch_size(path: Path, model: nn.Module, *shape: int) -> None:
         assert torch.allclose(run_exported_program(path, images), model(images), atol=1e-5)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["lenet300", "convnet"])
 def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +53,7 @@ def test_a_program_that_cannot_be_written_or_run_is_reported(tmp_path: Path) -> 
     assert facts.keys() == {"export_problem"}
 
 
+@pytest.mark.drawn
 def test_a_resnet_on_colour_images_is_pruned_and_exported(cache: Path, tmp_path: Path) -> None:
     images = ("data.name=generated", f"data.cache={cache}", "data.image_size=16", "data.samples=64")
     training = ("model=resnet18", "batch=8", "eval_batch=8", "epochs=1", "steps=2", "every=1", "optim.warmup=0")

@@ -196,6 +196,7 @@ def test_images_and_filters_have_the_requested_memory_format(channels_last: bool
     assert images.is_contiguous(memory_format=torch.channels_last) == channels_last
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 def test_the_sweep_of_precisions_compares_costs_and_losses(tmp_path: Path, cache: Path) -> None:
     quick = ("data.name=digits", f"data.cache={cache}", "model=mlp", "data.test_limit=100", "steps=3", "repeats=1")

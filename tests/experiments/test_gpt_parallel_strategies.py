@@ -39,6 +39,7 @@ def compare_strategies(folder: Path, cache: Path, status: int = 0) -> Completed:
     return execution.execute_command(argv, env=make_environment(), timeout=200, status=status)
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 def test_a_custom_network_is_compared_in_every_legal_strategy(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "net.py").write_text(BIGRAM_MODEL.replace("outputs, 16", "missing, 16"))

@@ -65,7 +65,7 @@ CASES = {
 """Cases of other models by number of ranks, one in each line."""
 
 
-@pytest.mark.parametrize("ranks", draw_cases("formulas-ranks", list(CASES), 2))
+@pytest.mark.parametrize("ranks", draw_cases("formulas-ranks", list(CASES), 1))
 def test_memory_and_messages_equal_the_formulas(ranks: int, tmp_path: Path, cache: Path) -> None:
     measured_layouts = [layout for layout in MEASURED_LAYOUTS if ("=2" in layout) == (ranks == 2)] if ranks < 3 else []
     cases = [f"{SETTINGS},{case}" for case in (*measured_layouts, *CASES[ranks].split())]
