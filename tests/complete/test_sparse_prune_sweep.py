@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typing import Any
 
 from common.runs.folder import RunFolder
 from configs.sparse_prune import CRITERIA
