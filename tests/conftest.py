@@ -53,7 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marker `omitted` to three quarters of the tests with the marker `drawn`. The choice depends on the commit."""
+    """Add the marker `omitted` to three quarters of the tests with the marker `drawn`.
+
+    The choice depends on the commit.
+    """
     drawn = {item.nodeid: item for item in items if item.get_closest_marker("drawn")}
     names = sorted(drawn)
     chosen = draw_cases("tests with the marker drawn", names, math.ceil(len(names) / 4))
