@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from common.data.prepare import prepare_digits
 from configs.shared import Data
 from tests.harness.commands.execution import ForkServer
 from tests.harness.commands.processes import Settings, write_script
-from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, draw_cases, read_commit_seed
+from tests.harness.environment.randomness import ALL_CASES_VARIABLE, SEED_VARIABLE, is_test_drawn, read_commit_seed
 from tests.harness.environment.shared_results import GetRun, create_folder_once, run_experiment_once
 from tests.harness.gpu.visible_gpus import hide_gpus
 from tests.harness.repository import ROOT
@@ -52,16 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marker `omitted` to three quarters of the tests with the marker `drawn`.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Add the marker `omitted` to about three quarters of the tests with the marker `drawn`.
 
-    The choice depends on the commit.
+    The choice depends only on the commit and the name of the test. With --last-failed, no test is omitted.
     """
-    drawn = {item.nodeid: item for item in items if item.get_closest_marker("drawn")}
-    names = sorted(drawn)
-    chosen = draw_cases("tests with the marker drawn", names, math.ceil(len(names) / 4))
-    for name in set(names) - set(chosen):
-        drawn[name].add_marker("omitted")
+    if config.getoption("lf", False):
+        return
+    for item in items:
+        if item.get_closest_marker("drawn") and not is_test_drawn(item.nodeid):
+            item.add_marker("omitted")
 
 
 def pytest_collection_finish() -> None:

@@ -168,16 +168,16 @@ def main(names: Sequence[str], minutes: float, rounds: int, folder: Path) -> int
     status = 0
     try:
         # One folder for all parts, because the deletion of many files slows down the next runs; see `discard_run`.
-        with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as scratch:
             for number, part in enumerate(chosen):
                 seconds_left = deadline - time.monotonic()
                 earlier = record.find_samples(part.name) if incomplete else Samples()
                 if seconds_left <= 0:
                     left_out[part.name] = f"the budget was used up; make bench NAME={part.name}"
                     continue
-                part_folder = Path(scratch) / part.name.replace("/", "-")
-                part_folder.mkdir()
+                part_folder = Path(scratch) / str(number)  # short, because a local cluster limits its path
                 try:
+                    part_folder.mkdir()
                     measure(part, record, seconds_left / (len(chosen) - number), rounds, earlier, part_folder)
                 except FAILURES as error:  # the other parts are measured all the same
                     left_out[part.name] = f"failed: {error}"

@@ -26,7 +26,7 @@ from configs.shared import Data
 from slurm.local_cluster.cables import Shape
 from tests.benchmarks import hosts
 from tests.benchmarks.measure import Number, Samples, Task, summarize_values
-from tests.benchmarks.parts import Part, environment, flatten
+from tests.benchmarks.parts import Part, discard_run, environment, flatten
 from tests.benchmarks.records import Cell, Row, Table
 from tests.benchmarks.runs import copy_runs, measure_reading, write_long_runs
 from tests.benchmarks.tools import measure_first_row
@@ -186,7 +186,7 @@ def rank_sides(scratch: Path) -> list[Task]:
         start = measure_first_row(runs, [sys.executable, "experiments/ddp_multinode.py", *arguments], environment())
         (path,) = (path.parent for path in runs.glob("*/result.json"))
         result = parse_result(RunFolder(path).result)
-        shutil.rmtree(runs)
+        discard_run(RunFolder(path))
         memory = sum(flatten("memory", result.memory).values())
         return {"seconds": result.timings["step_seconds"], "bytes": memory, "start": start}
 

@@ -36,7 +36,7 @@ from configs.mnist_pipeline import Config
 from tests.benchmarks import peers
 from tests.benchmarks.drawing import steps_of
 from tests.benchmarks.measure import Samples, Side, Task, Team, require_same, summarize_values
-from tests.benchmarks.parts import QUIET, Part, finish, run_of, timelines
+from tests.benchmarks.parts import QUIET, Part, discard_run, finish, run_of, timelines
 from tests.benchmarks.records import Row, Table, at_least, at_most, list_step_times, make_value_table
 
 NAME = "mnist_pipeline"
@@ -373,8 +373,10 @@ def accuracy_sides(scratch: Path) -> list[Task]:
     def run(number: int) -> dict[str, float]:
         settings = (*RECIPE, *TWO_THREADS, f"seed={number}", "data.fallback=none", "data.test_limit=0")
         folder = finish(scratch, "accuracy", NAME, *settings)
-        scores = folder.result["scores"]
-        return {"seconds": measure_training_seconds(folder), "test_accuracy": scores["test_accuracy"]}
+        accuracy = folder.result["scores"]["test_accuracy"]
+        seconds = measure_training_seconds(folder)
+        discard_run(folder)
+        return {"seconds": seconds, "test_accuracy": accuracy}
 
     return [Task("training", run)]
 

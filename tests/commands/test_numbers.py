@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from common.runs import provenance
+from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
-from tests.benchmarks.parts import Part
+from tests.benchmarks.parts import Part, discard_run
 from tests.benchmarks.records import Record, Row, Table, at_least, at_most
 from tests.harness.repository import ROOT
 
@@ -336,3 +337,13 @@ def test_an_unknown_benchmark_is_refused() -> None:
         bench.choose_parts(["nonsense"])
     with pytest.raises(UserError, match=r"NAME=growth/run: no such benchmark; did you mean growth/runs\?"):
         bench.choose_parts(["growth/run"])
+
+
+def test_only_the_source_code_of_a_measured_run_is_kept(tmp_path: Path) -> None:
+    for name in ("code/common/a.py", "attempts/0001/metrics.jsonl", "result.json"):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    discard_run(RunFolder(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["code"]
+    assert (tmp_path / "code/common/a.py").exists()

@@ -13,6 +13,7 @@ from typing import TypeVar
 from tests.harness.repository import ROOT
 
 Item = TypeVar("Item")
+DRAWN_SHARE = 0.25  # of the tests with the marker `drawn`
 
 
 SEED_VARIABLE = "TEST_SEED"
@@ -42,6 +43,16 @@ def read_commit_seed() -> str:
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     commit = process.stdout.strip()
     return os.environ.get(SEED_VARIABLE) or commit or "0"
+
+
+def is_test_drawn(test: str) -> bool:
+    """Return whether a test with the marker `drawn` is executed. `make verify` executes all of them.
+
+    The result depends only on the seed and on the name of the test.
+    """
+    if os.environ.get(ALL_CASES_VARIABLE):
+        return True
+    return random.Random(f"{read_commit_seed()}/{test}").random() < DRAWN_SHARE
 
 
 def draw_cases(name: str, cases: Sequence[Item], count: int) -> list[Item]:

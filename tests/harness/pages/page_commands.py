@@ -131,7 +131,7 @@ def check_page_command(command: str, cache: Path, script_runs: Path, make_folder
         lines = (ROOT / ".ci" / "run").read_text().splitlines()
         assert command in [line.removeprefix("timed ").removeprefix("tested ") for line in lines]
         return
-    if target == "bench":  # tests/complete/test_benchmarks.py runs two
+    if target == "bench":  # tests/complete/test_sparse_prune_benchmarks.py runs one
         names = set()
         for part in all_parts():
             topic = part.name.partition("/")[0]
