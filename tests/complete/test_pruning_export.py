@@ -23,7 +23,6 @@ def check_other_batch_size(path: Path, model: nn.Module, *shape: int) -> None:
         assert torch.allclose(run_exported_program(path, images), model(images), atol=1e-5)
 
 
-@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["lenet300", "convnet"])
 def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

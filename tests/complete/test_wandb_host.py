@@ -109,7 +109,6 @@ def tracked(folder: RunFolder, env: dict[str, str]) -> RunFolder:
     return folder
 
 
-@pytest.mark.drawn
 def test_every_attempt_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     idle = {"measured": {"idle_share": [0.1, 0.3]}}
@@ -415,7 +414,6 @@ class TrackedAttempt:
         assert self.process.wait(WAIT_TIMEOUT) == 0, (self.folder.attempt_folder / "logs" / "tracker.log").read_text()
 
 
-@pytest.mark.drawn
 def test_signals_to_wandb_lose_no_rows_of_an_online_run(host: Host, tmp_path: Path) -> None:
     """SIGTERM, as when a job is cancelled; then SIGKILL in the next attempt; then `make sync`."""
     folder = SyntheticRun("mnist_pipeline", 0, 60, attempts=2, step_seconds=0.2).write(tmp_path / "runs")

@@ -56,7 +56,6 @@ def huber(outputs, targets):
 """
 
 
-@pytest.mark.drawn
 def test_a_custom_network_equals_the_built_in_one_bit_for_bit_and_is_read_from_the_run(
     tmp_path: Path, cache: Path
 ) -> None:

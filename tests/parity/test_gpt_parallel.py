@@ -201,7 +201,7 @@ def get_reference_case(case: str) -> str:
     return ",".join([BASE, *shared_settings])
 
 
-@pytest.mark.parametrize("ranks", draw_cases("gpt-ranks", list(CASES), 1))
+@pytest.mark.parametrize("ranks", draw_cases("gpt-ranks", list(CASES), 2))
 def test_layouts_equal_one_process(ranks: int, tmp_path: Path, cache: Path) -> None:
     cases = draw_cases(f"gpt-layouts-{ranks}", CASES[ranks].split(), DRAWN_CASES[ranks])
     for case in draw_cases(f"gpt-stages-{ranks}", STAGE_CASES[ranks].split(), DRAWN_STAGE_CASES[ranks]):

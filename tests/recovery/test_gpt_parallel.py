@@ -88,8 +88,7 @@ def test_a_command_with_a_layout_equals_a_single_process(layout: str, tmp_path: 
         torch.testing.assert_close(parameter, expected[name], atol=1e-9, rtol=0)
 
 
-@pytest.mark.drawn
-@pytest.mark.parametrize(("layout", "new_layout"), draw_cases("gpt-resumes", LAYOUT_PAIRS, 2))
+@pytest.mark.parametrize(("layout", "new_layout"), draw_cases("gpt-resumes", LAYOUT_PAIRS, 1))
 def test_a_run_is_resumed_with_another_layout(layout: str, new_layout: str, tmp_path: Path, quick: Settings) -> None:
     """The samples after the resume are those that follow in the text."""
     uninterrupted = run_experiment(ENTRY.name, *quick, *VARIED, *layout.split(), runs=tmp_path / "uninterrupted")
@@ -130,7 +129,6 @@ def check_model_of_newest_checkpoint(folder: RunFolder) -> None:
     assert older[0] == 15
 
 
-@pytest.mark.drawn
 def test_weights_of_a_layout_are_the_initial_weights_of_another_layout(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, *VARIED, "optim.lr=1e-12", "dropout=0")
     trained = run_experiment(ENTRY.name, *quick, *VARIED, "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained")

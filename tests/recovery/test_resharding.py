@@ -23,7 +23,6 @@ def read_losses(folder: RunFolder) -> list[float]:
     return [row["loss"] for row in folder.read_metrics() if "loss" in row]
 
 
-@pytest.mark.drawn
 def test_a_run_is_resumed_with_other_shards(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, ONE_THREAD, *MODEL, *OPTIMIZER)
     uninterrupted = run_experiment(NAME, *settings, *HYBRID, runs=tmp_path / "uninterrupted")

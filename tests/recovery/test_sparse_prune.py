@@ -5,15 +5,12 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.harness.commands.processes import WAIT_TIMEOUT, Settings, find_processes, get_only_run, wait_until
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.runs.long_runs import start_long_run
 from tests.harness.runs.resuming import list_trained_steps, resume_run
 
 
-@pytest.mark.drawn
 def test_a_stop_request_while_the_model_is_exported_loses_nothing(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, "export=true", "int8=true", "processes_per_node=1")
     site = tmp_path / "site"

@@ -8,8 +8,6 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from common.runs.folder import read_json
 from tests.harness.commands import execution
 from tests.harness.commands.execution import Command, kill_session
@@ -33,7 +31,6 @@ def torchrun() -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", *addresses]
 
 
-@pytest.mark.drawn
 def test_a_restart_by_torchrun_resumes_in_the_same_folder(tmp_path: Path, digits: Settings) -> None:
     launcher = [*torchrun(), "--max-restarts=1"]
     settings = ("steps=100", "batch=16", "checkpoint.every_steps=5", "data.test_limit=100", "launch.threads=1")

@@ -24,7 +24,7 @@ def list_chosen_tests(**env: str) -> set[str]:
 @pytest.mark.slow
 def test_most_of_the_drawn_tests_are_omitted_unless_all_cases_are_executed() -> None:
     every_test = list_chosen_tests(**{ALL_CASES_VARIABLE: "1"})
-    first, second = (list_chosen_tests(**{ALL_CASES_VARIABLE: "", SEED_VARIABLE: seed}) for seed in "12")
+    first, second = (list_chosen_tests(**{ALL_CASES_VARIABLE: "", SEED_VARIABLE: seed}) for seed in ("1", "2"))
     assert first < every_test
     assert second < every_test
     assert first != second
