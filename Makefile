@@ -34,6 +34,9 @@ $(READY): requirements.txt
 	if grep -qsF "$$(readlink -f .venv)/" /proc/[0-9]*/maps; then \
 	  echo "error: requirements.txt has changed while processes use .venv; stop them (make status, make cancel RUN=<id>) or wait for them to finish, then retry" >&2; exit 1; \
 	fi; \
+	if [ -e .venv ] && timeout 15 squeue --noheader --me --format='%A %Z' 2>/dev/null | grep -v "^$${SLURM_JOB_ID:-none} " | cut -d ' ' -f 2- | grep -qxF "$$(pwd -P)"; then \
+	  echo "error: requirements.txt has changed while jobs of this folder use .venv; cancel them (make status, make cancel RUN=<id>) or wait for them to finish, then retry" >&2; exit 1; \
+	fi; \
 	MAKEFLAGS= $(MAKE) --no-print-directory --silent .environment
 
 .PHONY: .environment

@@ -84,6 +84,11 @@ class Config(Replicated):
                 f"elastic=true needs ranks that are not servers, but servers={self.servers} makes every rank a server; "
                 "use fewer servers or more ranks"
             )
+        if self.log.gradient_norm == "true" and not self.regularization.clip:
+            raise ValueError(
+                "elastic=true cannot log the mean gradient norm of the workers unless the servers clip gradients; "
+                "omit log.gradient_norm or set clip"
+            )
         for name in ("record", "compare"):
             if getattr(self, name):
                 raise ValueError(f"{name}=true needs the same workers during the whole run; omit {name} or elastic")

@@ -201,7 +201,6 @@ def main(cfg: Config, run: Run) -> None:
     )
     run.resume()  # the warm-up of DDP's buckets does not count as memory of a step
     footprint = MemoryMeter(run.device)
-    all_reduce_bytes = ddp.compute_ring_all_reduce_bytes(model)
 
     for step in run.steps():
         with step:
@@ -209,7 +208,8 @@ def main(cfg: Config, run: Run) -> None:
             all_reduces = accumulate_gradients(cfg, run, model, scaler, step, footprint)
             step.commit()  # with elastic=true, either all remaining ranks apply the update or none of them does
             skipped = update_weights(cfg, model, optimizer, scaler, step)
-            step.log(skipped=float(skipped), bytes_sent=float(all_reduces * all_reduce_bytes))
+            bytes_sent = all_reduces * ddp.compute_ring_all_reduce_bytes(model)
+            step.log(skipped=float(skipped), bytes_sent=float(bytes_sent))
         check_loss_scale(scaler, step)
     run.report(PrecisionReport.gather(cfg, run, footprint, scaler), *report_rank_differences(cfg.sharding, run))
 

@@ -110,7 +110,7 @@ class Checkpointer:
         self.problem = None
         self.progress.record_save(step, best=best)
 
-        problem = self._run_on_main(self._update_pointers_and_delete_old)
+        problem = self.run_on_main(self._update_pointers_and_delete_old)
         if problem is not None:
             self.log_message(f"WARNING: cannot delete old checkpoints: {problem.text}")
         return True
@@ -154,7 +154,7 @@ class Checkpointer:
         world = self.ranks.current
         self.wait_for_deletions()
         staging = StagingDir(self.folder, step)
-        problem = self._run_on_main(staging.create)
+        problem = self.run_on_main(staging.create)
         if problem is not None:
             return problem
 
@@ -184,12 +184,12 @@ class Checkpointer:
 
         duplicates = world.broadcast(len(names) - len(set(names)))
         if duplicates:
-            self._run_on_main(staging.discard)
+            self.run_on_main(staging.discard)
             raise ValueError(
                 f"several ranks save the same model tensor (duplicate names: {duplicates}); each name must be saved by "
                 "exactly one rank. If every rank holds the full model, pass replicated=True to run.register"
             )
-        return self._run_on_main(lambda: self._publish_or_discard(staging, files, problems, state))
+        return self.run_on_main(lambda: self._publish_or_discard(staging, files, problems, state))
 
     def _publish_or_discard(
         self, staging: StagingDir, files: dict[str, ManifestEntry], problems: list[WriteProblem], state: CheckpointState
@@ -218,8 +218,6 @@ class Checkpointer:
             self._write_pointer_file("latest", self.progress.saved_step)
             if self.progress.best_step is not None:
                 self._write_pointer_file("best", self.progress.best_step)
-        except UserError as error:
-            raise CausedDiskError(str(error), cause=error.cause) from error
         finally:
             old = storage.retire_old_checkpoints(self.folder, self.settings.keep, self.progress.best_step)
             if old:  # delete the files in a thread, so that training does not wait for the disk
@@ -236,8 +234,8 @@ class Checkpointer:
         if self.deletion is not None:
             self.deletion.join()
 
-    def _run_on_main(self, function: Callable[[], None]) -> WriteProblem | None:
-        """Call `function` on rank 0 and return the problem on all ranks, or None on success.
+    def run_on_main(self, function: Callable[[], None]) -> WriteProblem | None:
+        """Call `function` on rank 0 and return its disk problem on all ranks, or None on success.
 
         Raises RunTakenError on all ranks if another attempt has taken over the run, or if the folder of this attempt
         was deleted.
@@ -250,7 +248,7 @@ class Checkpointer:
                 function()
             except RunTakenError as error:
                 stop_reason = str(error)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 problem = WriteProblem.from_error(error)
                 stop_reason = self.find_stop_reason()
         facts, stop_reason = world.broadcast([list(problem) if problem else None, stop_reason])
@@ -306,8 +304,10 @@ class Checkpointer:
             if len(names) > MAX_NAMES_IN_MESSAGE:
                 shortened += ", ..."
             if any(problem.is_permission_denied for problem in problems):
-                remedy = storage.format_permission_remedy(self.folder)
-                raise UserError(f"no checkpoint can be read ({shortened}); {remedy}, then resume the run")
+                from common.checkpoint import permissions  # imported here because most runs do not need it
+
+                remedy = permissions.format_permission_remedy(self.folder)
+                raise UserError(f"no checkpoint can be read ({shortened}); {remedy}")
             raise UserError(
                 f"no valid checkpoint left ({shortened}); repair or restore one of them, or "
                 f"delete {self.folder.path}/attempts/*/checkpoints to restart from step 0",

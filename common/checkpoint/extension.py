@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 
-from common.checkpoint import storage
+from common.checkpoint import permissions, storage
 from common.config import changed_settings, config
 from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from common.system.errors import UserError
@@ -57,15 +57,27 @@ def check_resume(folder: RunFolder, cfg: Experiment) -> None:
             f"steps={cfg.steps} is less than the {newest.step} steps that {folder.path.name} has completed; "
             f"use steps={newest.step} or more, or start a new run"
         )
+    check_requested_epochs(folder, cfg, newest)
     if isinstance(cfg, TrainingExperiment) and cfg.ranks_have_separate_models:
         check_number_of_ranks(newest.processes, cfg.processes)
 
 
+def check_requested_epochs(folder: RunFolder, cfg: Experiment, newest: storage.Manifest) -> None:
+    """Raise UserError if a config has fewer epochs than the run has completed or begun."""
+    epoch = newest.facts.get("epoch", 0)
+    begun = epoch + 1 if newest.facts.get("position", 0) else epoch
+    if isinstance(cfg, TrainingExperiment) and cfg.epochs < begun:
+        raise UserError(
+            f"epochs={cfg.epochs} is less than the {begun} epochs that {folder.path.name} has begun; "
+            f"use epochs={begun} or more, or start a new run"
+        )
+
+
 def check_read_permission(folder: RunFolder) -> None:
     """Raise UserError if checkpoints cannot be listed, because the run would then restart from an older step."""
-    unreadable = storage.list_unreadable_dirs(folder)
+    unreadable = permissions.list_unreadable_dirs(folder)
     if unreadable:
-        raise UserError(f"{unreadable[0]} cannot be read; {storage.format_permission_remedy(folder)}")
+        raise UserError(f"{unreadable[0]} cannot be read; {permissions.format_permission_remedy(folder)}")
 
 
 def read_newest_manifest(folder: RunFolder) -> storage.Manifest | None:
@@ -121,7 +133,7 @@ def check_last_checkpoint(folder: RunFolder) -> None:
         for rank in range(manifest.processes):
             storage.read_verified_rank_file(checkpoint, manifest, rank)
     except storage.UnreadableCheckpoint:
-        raise UserError(f"{problem} cannot be read; {storage.format_permission_remedy(folder)}") from None
+        raise UserError(f"{problem} cannot be read; {permissions.format_permission_remedy(folder)}") from None
     except storage.InvalidCheckpoint as reason:
         raise UserError(f"{problem} is invalid: {reason}; restore the checkpoint, or start a new run") from None
 

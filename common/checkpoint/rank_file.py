@@ -19,7 +19,7 @@ from common.checkpoint.hashing_writer import HashingWriter
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry
 from common.system import foreign_text
 from common.system.causes import Cause
-from common.system.errors import summarize_error
+from common.system.errors import UserError, summarize_error
 
 PARTS = ("model", "optimizer", "common", "local")
 
@@ -31,9 +31,10 @@ class WriteProblem(NamedTuple):
     cause: Cause
 
     @classmethod
-    def from_error(cls, error: OSError) -> WriteProblem:
-        """Describe a disk error."""
-        return cls(summarize_error(error), foreign_text.classify_error(error))
+    def from_error(cls, error: OSError | UserError) -> WriteProblem:
+        """Describe a disk error, without a remedy. A UserError is described by the disk error that caused it."""
+        disk_error = error.__cause__ or error if isinstance(error, UserError) else error
+        return cls(summarize_error(disk_error), foreign_text.classify_error(error))
 
 
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:

@@ -19,8 +19,15 @@ from common.runs.claims import AttemptWatch
 from common.runs.folder import RunFolder, read_json
 from common.runs.run_progress import RunProgress
 from common.system.causes import Cause
-from common.system.errors import RunTakenError, UserError
+from common.system.errors import RunTakenError, UserError, summarize_error
 from configs.shared import Experiment
+
+SAVE_REMEDIES = {
+    Cause.DISK_FULL: "free space",
+    Cause.DISK_READ_ONLY: "make the disk writable",
+    Cause.FILE_TOO_LARGE: "raise ulimit -f",
+}
+"""What makes it possible to save a checkpoint again."""
 
 
 class Saver:
@@ -173,14 +180,15 @@ class Saver:
         writer = self.metrics.writer
         # Rows of metrics that cannot be written to the disk would be missing after a resume from this checkpoint.
         if world.broadcast(bool(writer.buffered_lines)):
-            if world.broadcast(world.is_main and bool(self._find_stop_reason())):
-                self._raise_run_taken()
-            problem = WriteProblem(f"cannot write {self.folder.metrics_file}; free disk space", Cause.DISK_FULL)
-            self.checkpointer.report_failed_save(step, problem, is_known=True)
-            return False
+            problem = self.checkpointer.run_on_main(writer.write_buffered_rows)
+            if problem is not None:
+                text = f"cannot write {self.folder.metrics_file}: {problem.text}"
+                self.checkpointer.report_failed_save(step, problem._replace(text=text), is_known=True)
+                return False
 
         state = self.state.collect_state()
-        is_finite = all(bool(tensor.isfinite().all()) for tensor in state.model.values())
+        checked = state.model.keys() - self.state.infinite_buffers
+        is_finite = all(bool(state.model[name].isfinite().all()) for name in checked)
         if not world.broadcast(all(world.gather(is_finite))):
             text = f"parameters contain NaN or infinity after step {step}; lower optim.lr"
             raise UserError(text, cause=Cause.DIVERGED)
@@ -222,6 +230,8 @@ class Saver:
             except UserError as error:
                 text = str(error)
                 cause = error.cause
+            except OSError as error:
+                text = f"cannot write {self.folder.metrics_file}: {summarize_error(error)}; check the disk"
         text, cause = self.ranks.current.broadcast([text, cause])
         raise UserError(text, cause=Cause(cause))
 
@@ -229,7 +239,7 @@ class Saver:
         """Return the reason why the newest checkpoint could not be written, with a remedy."""
         problem = self.checkpointer.problem
         assert problem is not None
-        remedy = "raise ulimit -f" if problem.cause is Cause.FILE_TOO_LARGE else "free space"
+        remedy = SAVE_REMEDIES.get(problem.cause, "check the disk and its permissions")
         return problem._replace(text=f"{problem.text}; {remedy}")
 
     def close(self) -> None:

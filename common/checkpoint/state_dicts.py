@@ -82,9 +82,13 @@ def gather_full_tensors(tensors: NamedTensors, keep: bool = True) -> dict[str, T
     return full if keep else {}
 
 
-def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
-    """Remove the prefix `module.`, which DataParallel adds, if all names have this prefix."""
-    if not all(name.startswith(WRAPPER_PREFIX) for name in saved):
+def strip_wrapper_prefix(saved: Mapping[str, T], names: Iterable[str] = ()) -> dict[str, T]:
+    """Remove the prefix `module.`, which DataParallel adds, if all saved names have this prefix.
+
+    The prefix is kept if a name of the model, which are `names`, also has it.
+    """
+    has_prefix = all(name.startswith(WRAPPER_PREFIX) for name in saved)
+    if not has_prefix or any(name.startswith(WRAPPER_PREFIX) for name in names):
         return dict(saved)
     return {name.removeprefix(WRAPPER_PREFIX): value for name, value in saved.items()}
 
@@ -93,10 +97,11 @@ def strip_wrapper_prefix(saved: Mapping[str, T]) -> dict[str, T]:
 def load_tensors(tensors: NamedTensors, saved: Mapping[str, Tensor]) -> None:
     """Copy saved full tensors into this rank's parameters or buffers, which may be sharded.
 
-    If all saved names have the prefix `module.`, the prefix is ignored. Raises UserError if a name is missing or a
-    shape differs.
+    If only the saved names have the prefix `module.`, the prefix is ignored. Raises UserError if a name is missing or
+    a shape differs.
     """
-    saved = strip_wrapper_prefix(saved)
+    tensors = list(tensors)
+    saved = strip_wrapper_prefix(saved, [name for name, _ in tensors])
     for name, tensor in tensors:
         if name not in saved:
             raise UserError(
@@ -139,7 +144,7 @@ def load_optimizer_state(
     have no state afterward.
     """
     names = {parameter: name for name, parameter in parameters}
-    saved = strip_wrapper_prefix(saved)
+    saved = strip_wrapper_prefix(saved, names.values())
     content = optimizer.state_dict()
     content["state"] = {}
     index = 0  # number of the parameter, counted over all groups

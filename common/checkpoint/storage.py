@@ -37,7 +37,7 @@ class InvalidCheckpoint(Exception):
 
 
 class UnreadableCheckpoint(InvalidCheckpoint):
-    """Exception raised when the current user has no permission to read a checkpoint."""
+    """Exception raised when the current user has no permission to read a checkpoint, or does not own it."""
 
 
 @dataclass(frozen=True)
@@ -167,25 +167,6 @@ def list_staging_dirs(folder: RunFolder) -> list[Path]:
     return paths
 
 
-def list_unreadable_dirs(folder: RunFolder) -> list[Path]:
-    """Return the folders whose checkpoints cannot be listed, because the current user has no permission."""
-    unreadable: list[Path] = []
-    for attempt, _ in folder.trace_attempts():
-        path = get_checkpoints_dir(attempt)
-        try:
-            os.scandir(path).close()
-        except PermissionError:
-            unreadable.append(path)
-        except OSError:  # this attempt has not saved any checkpoint
-            continue
-    return unreadable
-
-
-def format_permission_remedy(folder: RunFolder) -> str:
-    """Return a clause that explains how the current user gets permission to read the checkpoints of a run."""
-    return f"permission was denied: run chmod -R u+rwX {folder.path}/attempts/*/checkpoints"
-
-
 # ---- reading
 
 
@@ -193,7 +174,8 @@ def format_permission_remedy(folder: RunFolder) -> str:
 def open_owned_path(path: str | Path, flags: int, label: str, parent_fd: int | None = None) -> Iterator[int]:
     """Open a file or folder and yield its file descriptor.
 
-    Raises InvalidCheckpoint if the path is a symbolic link, or if its owner is neither this user nor root.
+    Raises UnreadableCheckpoint if its owner is neither this user nor root, and InvalidCheckpoint if the path is a
+    symbolic link.
     """
     flags |= os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -208,7 +190,7 @@ def open_owned_path(path: str | Path, flags: int, label: str, parent_fd: int | N
     try:
         owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):
-            raise InvalidCheckpoint(f"{label} belongs to user ID {owner}; the current user ID is {os.geteuid()}")
+            raise UnreadableCheckpoint(f"{label} belongs to user ID {owner}; the current user ID is {os.geteuid()}")
         yield fd
     finally:
         os.close(fd)

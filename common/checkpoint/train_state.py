@@ -76,6 +76,8 @@ class TrainState:
             self.parameters += part.named_parameters()
             persistent = part.state_dict().keys()
             self.buffers += [(name, buffer) for name, buffer in part.named_buffers() if name in persistent]
+        self.infinite_buffers = {name for name, buffer in self.buffers if not bool(buffer.isfinite().all())}
+        """Names of buffers that contain infinity or NaN from the start, such as an attention mask."""
         self.gpus = {parameter.device for _, parameter in self.parameters if parameter.is_cuda}
         self.buffer_copies: list[Tensor] | None = None
         """Copies of the buffers made before an evaluation; None outside of an evaluation."""

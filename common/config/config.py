@@ -81,6 +81,8 @@ FIXED_KEYS = (
     "optim.name",
     "data.name",
     "data.tokenizer",
+    "data.context",
+    "data.classes",
     "data.train_limit",
     "data.image_size",
     "data.samples",
@@ -105,7 +107,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     tree = tree or {}  # an empty file yields None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `key: value` lines; correct the file")
-    return flatten_mapping(tree)
+    return flatten_mapping(tree, origin=f"{path}: ")
 
 
 def check_settings_file(schema: type[Experiment], file: Path) -> None:

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from common.config.config_keys import nest_values
+from common.system.errors import UserError
 
 YAML_LOADER: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the loader of libyaml is eight times faster
 
@@ -36,14 +37,20 @@ def load_yaml(text: str) -> Any:
     return yaml.load(text, Loader=UniqueKeyLoader)  # noqa: S506 (creates only str, list and dict)
 
 
-def flatten_mapping(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings into one dict with dotted names as keys."""
+def flatten_mapping(tree: Mapping[str, Any], prefix: str = "", origin: str = "") -> dict[str, Any]:
+    """Flatten nested mappings into one dict with dotted names as keys.
+
+    Raises UserError if two keys have the same dotted name, such as `optim.lr` and `lr` in `optim`. The error message
+    begins with `origin`.
+    """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
+        inner = {prefix + name: value}
         if isinstance(value, Mapping):
-            flat |= flatten_mapping(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
+            inner = flatten_mapping(value, f"{prefix}{name}.", origin)
+        for key in inner.keys() & flat.keys():
+            raise UserError(f"{origin}duplicate key {key!r}; remove one of them")
+        flat |= inner
     return flat
 
 

@@ -139,8 +139,8 @@ def add_dropout(network: N, rate: float, seed: int) -> N:
         if not isinstance(network, nn.Sequential):
             problem = f"dropout={rate:g} needs a network that is an nn.Sequential"
             raise UserError(f"{problem}; omit dropout, and add dropout layers in the custom network")
-        # Children of nn.Sequential run in the order in which they were added.
-        name, last_layer = list(network.named_children())[-1]
+        # Children of nn.Sequential run in the order in which they were added. A layer can have several names.
+        *_, (name, last_layer) = network._modules.items()
         delattr(network, name)
         network.add_module("dropout", SampleDropout(rate, seed))
         network.add_module(name, last_layer)

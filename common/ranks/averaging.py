@@ -28,7 +28,8 @@ def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup | None =
     """
     if not tensors or dist.get_world_size(group) == 1:
         return
-    flat = torch.cat([tensor.flatten() for tensor in tensors]) * weight
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    flat = flat * weight if weight else torch.zeros_like(flat)  # infinity times 0 would be NaN
     dist.all_reduce(flat, group=group)
     flat /= dist.get_world_size(group)
     means = flat.split([tensor.numel() for tensor in tensors])

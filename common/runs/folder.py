@@ -185,9 +185,9 @@ class RunFolder:
         """Create a run folder that contains the config. If writing the config fails, the folder is removed."""
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
-        while path.exists():
-            path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         with convert_disk_errors(path):
+            while path.exists():
+                path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
             path.mkdir(parents=True)
         try:
             write_atomic(path / "config.yaml", config)

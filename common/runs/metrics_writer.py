@@ -50,13 +50,14 @@ class MetricsWriter:
         self.buffered_lines += [ENCODER.encode(replace_nonfinite(row)) + "\n" for row in rows]
         try:
             self.write_buffered_rows()
-        except UserError as error:
+        except (UserError, OSError) as error:  # an OSError if, for example, a network disk does not respond for a while
             if not self.has_warned:
-                self.warn(f"WARNING: {error}; training continues, and metrics are buffered in memory")
+                problem = error if isinstance(error, UserError) else f"cannot write {self.file}: {error.strerror}"
+                self.warn(f"WARNING: {problem}; training continues, and metrics are buffered in memory")
             self.has_warned = True
 
     def write_buffered_rows(self) -> None:
-        """Write the buffered rows. If writing fails, remove partially written lines and raise UserError."""
+        """Write the buffered rows. If writing fails, remove partially written lines and raise UserError or OSError."""
         if not self.buffered_lines:
             return
         with convert_disk_errors(self.file):

@@ -48,13 +48,15 @@ def parse_utc_time(text: Any) -> float:
 
 
 def run_git(*arguments: str) -> str | None:
-    """Run a git command in the source tree and return its output.
+    """Run a git command in the source tree and return its output. Bytes that are not UTF-8 are replaced.
 
     Returns None if the command fails, for example if git is not installed or the source tree is not a checkout.
     """
     command = ["git", "-C", str(ROOT), *arguments]
     try:
-        completed = subprocess.run(command, check=False, capture_output=True, text=True, timeout=20)
+        completed = subprocess.run(
+            command, check=False, capture_output=True, encoding="utf-8", errors="replace", timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return completed.stdout if completed.returncode == 0 else None
@@ -264,13 +266,24 @@ def read_pid_namespace() -> str:
         return ""
 
 
+def read_job_id() -> str:
+    """Return the id of the SLURM job of this process, or an empty string if the process belongs to no SLURM job.
+
+    The id of a task of a job array has the form ARRAY_TASK, because SLURM_JOB_ID of one of the tasks equals the id of
+    the array, and `scontrol requeue` and `scancel` apply that id to all tasks.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID", "")
+
+
 def identify_launcher() -> str | None:
     """Return an id of the SLURM job or torchrun launch that started this process.
 
     In a SLURM job, the id always identifies the job. Returns None if neither SLURM nor torchrun started this process.
     """
-    if "SLURM_JOB_ID" in os.environ:
-        return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {os.environ['SLURM_JOB_ID']}"
+    if job := read_job_id():
+        return f"slurm {os.environ.get('SLURM_CLUSTER_NAME')} {job}"
     if "TORCHELASTIC_RUN_ID" in os.environ:
         agent = Process.identify(os.getppid())
         return f"torchrun {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {agent.pid} {agent.start}"

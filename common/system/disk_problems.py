@@ -22,5 +22,6 @@ DISK_ERRORS = {
     errno.EPERM: "no permission to write; choose another folder",
     errno.ENOENT: "the folder does not exist or was deleted; choose another folder",
     errno.ENOTDIR: "part of the path is a file; choose another folder",
+    errno.ENAMETOOLONG: "a name in the path is too long; choose another folder",
 }
 """Description and remedy of each error of the operating system that a user can fix, by error number."""

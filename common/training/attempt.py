@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from common.checkpoint import extension, storage
+from common.checkpoint import storage
 from common.config import changed_settings, config, custom_code
 from common.config.config_keys import replace_values
 from common.data import prepare
@@ -260,7 +260,11 @@ def is_run_finished(folder: RunFolder | None, cfg: Experiment, *, report: bool) 
 
     If `report` is True, also print a message about the finished run.
     """
-    if folder is None or folder.result.get("state") != "finished" or extension.config_adds_steps(folder, cfg):
+    if folder is None or folder.result.get("state") != "finished":
+        return False
+    from common.checkpoint import extension  # imported here because only resumed runs need it
+
+    if extension.config_adds_steps(folder, cfg):
         return False
     if report:
         print(extension.explain_finished_run(folder, cfg), flush=True)
@@ -312,6 +316,8 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
         text = changed_settings.describe_changes(changed)
         print(f"resumed with settings that differ from config.yaml: {text}", flush=True)
     if was_finished:
+        from common.checkpoint import extension  # imported here because only resumed runs need it
+
         done, epoch_steps = extension.read_step_counts(run_to_resume)
         total = cfg.compute_total_steps(epoch_steps)
         print(f"extending the run after step {done}; the learning rate schedule now covers {total} steps", flush=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
-from common.checkpoint import extension, state_dicts, storage
+from common.checkpoint import state_dicts, storage
 from common.checkpoint.stop_request import StopRequest, StopRequested, synchronize_before_exit
 from common.config import config, custom_code
 from common.config.command_line import check_script, parse_command_line
@@ -77,6 +77,8 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
         run_to_resume = RunFolder(path.absolute()) if path else None
         code = path.absolute() / "code" if path else None
         if run_to_resume is not None:
+            from common.checkpoint import extension  # imported here because only resumed runs need it
+
             extension.check_requested_ranks(run_to_resume, schema, command_line.values)
         cfg = config.load_config(schema, sys.argv[1:], started=started)
 
@@ -87,6 +89,8 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
             setup.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
+            from common.checkpoint import extension
+
             extension.check_resume(run_to_resume, cfg)
         elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes an existing run
             initial_weights.check_weights_of_config(cfg)

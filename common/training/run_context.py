@@ -330,7 +330,7 @@ class RunContext(RunData):
             "before_backward": self.times.estimate_seconds_to_backward() if self.times else None,
             "samples": self.local_samples_if_unequal,
         }
-        with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
+        with contextlib.suppress(UserError, OSError):  # reported when metrics or checkpoints are written
             self.folder.write_heartbeat(self.world.original_rank, self.step, time.time(), **measured)
 
     def log_image(self, step: int, name: str, pixels: Tensor) -> None:

@@ -262,7 +262,8 @@ def check_step_timeout(settings: Experiment, profile: Profile) -> None:
 def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None:
     """Raise UserError if a setting does not exist in the source code that the resumed run keeps."""
     known_settings = config.read_settings(folder.path)
-    unknown = [name for name in parse_command_line(arguments).values if name not in known_settings]
+    requested = parse_command_line(arguments).values
+    unknown = [name for name in requested if name not in known_settings and f"{name}.on" not in known_settings]
     if unknown:
         names = ", ".join(unknown)
         raise UserError(f"the source code saved with {folder.path.name} has no setting {names}; remove it from ARGS")
@@ -308,6 +309,8 @@ def main(args: argparse.Namespace) -> int:
     resumed = None if args.resume is None else find_resumable_run(args.resume, args.name)
     name = check_experiment_name(resumed.experiment if resumed else args.name)
     arguments, profile_arguments = split_experiment_and_cluster_arguments(args.args)
+    if parse_command_line(arguments).resume is not None:
+        raise UserError("--resume is not allowed in ARGS; use make exp RESUME=<id>")
     if args.nodes:
         arguments.append(f"launch.nodes={parse_count('NODES', args.nodes)}")
     if resumed:

@@ -22,12 +22,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.config import config, yaml_values
 from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import RunTakenError, UserError
 from common.system.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.system.text import format_count
-from configs.dataparallel import get_enabled_elastic_settings
+from configs.dataparallel import RanksPerNode, get_enabled_elastic_settings
+from configs.fields import find_group
 from configs.profile import Profile
 from slurm.arguments import parse_zero_or_one, split_experiment_and_cluster_settings
 from slurm.launch import strategy_sweep, submit, sweep_file
@@ -132,8 +134,12 @@ def submit_points_as_array(
                     folders.append(folder)
                     sweep.record_run(point, folder, "pending")
                 sweep.save()
+                texts = [
+                    format_settings_of_job(point, folder)
+                    for (point, _), folder in zip(point_runs, folders, strict=True)
+                ]
                 executor = sbatch.prepare_runs_for_array(
-                    sweep.path, folders, nodes, per_node, profile, scheduler, sweep.plan.parallel
+                    sweep.path, folders, texts, nodes, per_node, profile, scheduler, sweep.plan.parallel
                 )
                 jobs = sbatch.submit_array(executor, folders)
         except BaseException:
@@ -153,6 +159,15 @@ def submit_points_as_array(
         f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each",
         flush=True,
     )
+
+
+def format_settings_of_job(point: SweepPoint, folder: RunFolder) -> str:
+    """Return the settings in config.yaml of a run as YAML, but with the number of ranks that its job will have."""
+    values = config.read_config_file(folder.path / config.CONFIG_FILE)
+    ranks = find_group(point.settings, RanksPerNode)
+    if ranks is not None:
+        values[config.RANKS_PER_NODE] = str(ranks.processes_per_node)
+    return yaml_values.format_values(values)
 
 
 def follow_sweep(sweep: SweepFolder) -> int:
@@ -176,12 +191,26 @@ def follow_sweep(sweep: SweepFolder) -> int:
 # ---- on this machine
 
 
-def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
-    """Start the run of a point on this machine. The run writes its output to screen.log in the run folder."""
+def make_folder_unless_stopped(
+    sweep: SweepFolder, point: SweepPoint, get_stop_signal: Callable[[], int]
+) -> RunFolder | None:
+    """Create the run folder of a point. Return None, without a folder, if a stop signal is received meanwhile."""
+    folder = make_point_folder(sweep, point, None)
+    if not get_stop_signal():
+        return folder
+    shutil.rmtree(folder.path, ignore_errors=True)
+    return None
+
+
+def start_local_run_of_point(sweep: SweepFolder, point: SweepPoint, folder: RunFolder) -> subprocess.Popen[bytes]:
+    """Start and record the run of a point on this machine. It writes its output to screen.log in the run folder."""
     command = submit.make_resume_command(folder)
     environ = submit.make_source_environment(folder)
     with convert_disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+    sweep.record_run(point, folder, "running")
+    sweep.save()
+    return process
 
 
 class LocalRun(NamedTuple):
@@ -254,10 +283,13 @@ def run_points_locally(
         while running or (waiting and not stop_signal and not stopped_status):
             while waiting and len(running) < sweep.plan.parallel and not stop_signal and not stopped_status:
                 point, resumed = waiting.pop(0)
-                folder = resumed or make_point_folder(sweep, point, None)
-                running[start_local_run_of_point(folder)] = LocalRun(point, resumed is not None, time.monotonic())
-                sweep.record_run(point, folder, "running")
-                sweep.save()
+                folder = resumed or make_folder_unless_stopped(sweep, point, lambda: stop_signal)
+                if folder is None:
+                    break
+                process = start_local_run_of_point(sweep, point, folder)
+                running[process] = LocalRun(point, resumed is not None, time.monotonic())
+                if stop_signal:  # received before `stop` knew this process
+                    process.send_signal(signal.SIGTERM)
             if stop_signal and running and not is_stop_announced:
                 count = format_count(len(running), "run")
                 print(f"  stopping   {count}; a run that trains saves a checkpoint first", flush=True)

@@ -122,9 +122,12 @@ def build_plan(name: str, tree: Mapping[str, Any], overrides: Mapping[str, str])
     counts: dict[str, int] = {}
     for key in ("repeats", "parallel", "nodes"):
         counts[key] = parse_count(key, require_single_string(tree.get(key, "1"), key), MAX_POINTS)
-    settings = flatten_settings(tree.get("settings") or {}, "settings") | dict(overrides)
+    settings = flatten_settings(tree.get("settings") or {}, "settings")
+    if "nodes" in tree and "launch.nodes" in settings:
+        raise UserError("nodes and launch.nodes in settings are both given; remove one of them")
     if counts["nodes"] > 1:
         settings["launch.nodes"] = str(counts["nodes"])
+    settings |= overrides
 
     cells = expand_grid_and_points(tree)
     repeats = counts["repeats"]

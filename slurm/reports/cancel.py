@@ -41,6 +41,7 @@ def cancel_run(folder: RunFolder) -> str:
     # Write the result first. The result prevents a requeue and gives the process the reason for stopping.
     if not Result("cancelled", 130).write_once(folder):
         return describe_ended_run(folder, read_state(folder)[0])
+    written = folder.result
 
     lines = []
     for process in processes:
@@ -48,7 +49,12 @@ def cancel_run(folder: RunFolder) -> str:
             os.kill(process["pid"], signal.SIGTERM)
         lines.append(f"canceled process {process['pid']}; the process will save a checkpoint and stop")
     if job:
-        lines += cancel_jobs(folder, meta)
+        try:
+            lines += cancel_jobs(folder, meta)
+        except UserError:
+            if folder.result == written:  # the job continues, and `make cancel` can be repeated
+                (folder.path / "result.json").unlink()
+            raise
         if folder.result.get("state") == "cancelled":
             provenance.record_attempt_end(folder, "cancelled")
     return "\n".join(lines)
@@ -95,7 +101,7 @@ def list_jobs_of_run(folder: RunFolder, recorded_job: str) -> list[str]:
     The list contains the job in meta.json, and the jobs that claimed an attempt and may still be running.
     """
     jobs = [recorded_job]
-    if "_" in recorded_job:  # a task of a job array; claims contain a different id for the same job
+    if "_" in recorded_job:  # a task of a job array; an old claim may contain the id of the whole array
         return jobs
     for attempt in folder.list_attempts():
         claim = claims.Claim.read(attempt)

@@ -13,6 +13,7 @@ import contextlib
 import os
 from dataclasses import asdict, dataclass
 
+from common.runs import provenance
 from common.runs.failures import Failure
 from common.runs.folder import RunFolder, read_json, write_json
 from common.system.errors import UserError
@@ -31,7 +32,7 @@ class JobFailure:
 
 def make_attempt_name() -> str:
     """Return the job id and restart count of this process, for use in file names."""
-    return f"{os.environ.get('SLURM_JOB_ID', '')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{provenance.read_job_id()}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
 def record_job_failure(folder: RunFolder, rank: int, failure: Failure, *, is_refusal: bool) -> None:

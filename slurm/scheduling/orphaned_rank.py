@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from common.ranks.rank_info import COORDINATOR_VARIABLE
+from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_RESUMABLE
@@ -59,7 +60,7 @@ def main(path: str, first_host: str) -> int:
     # Preemption must not end the only process that can requeue the job.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     folder = RunFolder(Path(path))
-    job = os.environ["SLURM_JOB_ID"]
+    job = provenance.read_job_id()
     scheduler = Scheduler("SLURM")
     while not reaches_coordinator(os.environ[COORDINATOR_VARIABLE]) and not folder.result:
         if not is_attempt_over(scheduler, job, first_host):

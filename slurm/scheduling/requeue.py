@@ -65,7 +65,7 @@ def find_newest_checkpoint(folder: RunFolder) -> list[int] | None:
 def count_failures_without_checkpoint(folder: RunFolder) -> int:
     """Record a failure, and return the number of failures in a row without a new checkpoint."""
     file = folder.path / "submit" / "failures.json"
-    job = os.environ.get("SLURM_JOB_ID", "")
+    job = provenance.read_job_id()
     newest = find_newest_checkpoint(folder)
     previous = read_json(file)
     count = previous.get("count")
@@ -144,7 +144,7 @@ def requeue_job_or_record_failure(folder: RunFolder, scheduler: Scheduler, job: 
 def main(path: str, status: int) -> int:
     """Requeue a job whose tasks have ended, or record why the job is not requeued. Return the job's exit status."""
     folder = RunFolder(Path(path))
-    job = os.environ["SLURM_JOB_ID"]
+    job = provenance.read_job_id()
     scheduler = Scheduler("SLURM")
     if status == EXIT_FAILED or find_first_failure(folder) is not None:
         status = 1

@@ -197,6 +197,7 @@ def make_executor(
 def prepare_runs_for_array(
     sweep: Path,
     folders: list[RunFolder],
+    texts: list[str],
     nodes: int,
     per_node: int,
     profile: Profile,
@@ -205,12 +206,13 @@ def prepare_runs_for_array(
 ) -> Executor:
     """Prepare run folders for a job array with one task per run, and return the executor. Raises UserError.
 
-    `sweep` is the folder of the sweep. `parallel` is the maximum number of jobs that run at the same time.
+    `sweep` is the folder of the sweep. `texts` contains the settings of each run as YAML. `parallel` is the maximum
+    number of jobs that run at the same time.
     """
     for folder in folders:
         check_source_version(folder)
-    for folder in folders:
-        write_settings_and_retire_result(folder, (folder.path / "config.yaml").read_text())
+    for folder, text in zip(folders, texts, strict=True):
+        write_settings_and_retire_result(folder, text)
     executor = make_executor(RunFolder(sweep), scheduler, {})
     tasks = executor.folder / f"tasks-{secrets.token_hex(4)}.txt"
     write_atomic(tasks, "".join(f"{folder.path}\n" for folder in folders))

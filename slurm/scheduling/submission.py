@@ -117,12 +117,7 @@ def remove_stale_submission_file(folder: RunFolder) -> None:
 
 def list_ids_of_this_job() -> list[str]:
     """Return the ids under which meta.json may list the job of this process."""
-    names = [os.environ.get("SLURM_JOB_ID", "")]
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    task = os.environ.get("SLURM_ARRAY_TASK_ID")
-    if array and task:
-        names.append(f"{array}_{task}")
-    return names
+    return [provenance.read_job_id(), os.environ.get("SLURM_JOB_ID", "")]
 
 
 def describe_other_owner(folder: RunFolder) -> str:
@@ -145,7 +140,7 @@ def check_run_belongs_to_this_job(folder: RunFolder) -> None:
     while owner := describe_other_owner(folder):
         timeout = RECORDING_SECONDS if is_being_submitted(folder) else UNANNOUNCED_SECONDS
         if time.monotonic() - start > timeout:
-            job = os.environ.get("SLURM_JOB_ID", "")
+            job = provenance.read_job_id()
             run = shlex.quote(folder.reference)
             raise RunTakenError(
                 f"job {job} cannot start {folder.path.name}: the run belongs to {owner}; see make status RUN={run}"

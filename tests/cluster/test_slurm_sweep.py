@@ -15,21 +15,21 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 300
 
 
-def list_runs(site: Site) -> list[RunFolder]:
-    """Return the folders of all runs of the sweep that have been created."""
-    return [RunFolder(path.parent) for path in site.runs.glob("swept/*/config.yaml")]
+def list_runs(site: Site, name: str = "swept") -> list[RunFolder]:
+    """Return the folders of all runs of a sweep that have been created."""
+    return [RunFolder(path.parent) for path in site.runs.glob(f"{name}/*/config.yaml")]
 
 
-def write_sweep(site: Site) -> Path:
-    """Write a sweep of six points; return its file."""
-    settings = site.format_settings_option("swept", f"steps={STEPS}", "stages=1", "checkpoint.every_steps=50")
+def write_sweep(site: Site, name: str = "swept", steps: int = STEPS, **grid: list[str]) -> Path:
+    """Write a sweep, by default of six points; return its file. Its runs will be in the folder `name`."""
+    settings = site.format_settings_option(name, f"steps={steps}", "stages=1", "checkpoint.every_steps=50")
     sweep = {
         "experiment": "mnist_pipeline",
         "parallel": "3",
-        "grid": {"width": ["8", "16"], "optim.lr": ["0.01", "0.02", "0.03"]},
+        "grid": grid or {"width": ["8", "16"], "optim.lr": ["0.01", "0.02", "0.03"]},
         "settings": dict(setting.split("=", 1) for setting in settings.removeprefix("--args=").split()),
     }
-    file = site.folder / "widths.yaml"
+    file = site.folder / ("widths.yaml" if name == "swept" else f"{name}.yaml")
     file.write_text(yaml.safe_dump(sweep))
     return file
 
@@ -74,6 +74,22 @@ def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
     assert len(list_runs(site)) == 7
     node_state = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
     wait_on_cluster("node2 is idle", lambda: site.execute_in_cluster(*node_state).stdout.strip() == "idle", 90)
+
+
+def test_only_the_stopped_task_of_an_array_is_requeued(site: Site) -> None:
+    """SLURM_JOB_ID of one task equals the id of the array, and SLURM applies commands for that id to all tasks."""
+    file = write_sweep(site, "stopped", steps=4000, width=["8", "16"])
+    site.execute_module("slurm", "sweep", "--", str(file))
+    wait_on_cluster("both tasks", lambda: all(folder.read_metrics() for folder in list_runs(site, "stopped")))
+    listing = site.execute_in_cluster("squeue", "-h", "-r", "-o", "%i %A").stdout.split()
+    task_of_job = dict(zip(listing[1::2], listing[::2], strict=True))
+    folders = {read_json(folder.path / "meta.json")["job"]["id"]: folder for folder in list_runs(site, "stopped")}
+    array = next(iter(folders)).partition("_")[0]
+    site.execute_in_cluster("scancel", "--signal=USR2", task_of_job[array])
+    wait_on_cluster("both results", lambda: all(folder.result for folder in folders.values()), 120)
+    for task, folder in folders.items():
+        assert folder.result["state"] == "finished"
+        assert len(folder.list_attempts()) == (2 if task == task_of_job[array] else 1), task
 
 
 def test_one_query_of_the_queue_returns_every_task(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

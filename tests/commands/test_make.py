@@ -196,6 +196,8 @@ def test_the_help_of_a_local_cluster_mentions_no_exceptions() -> None:
 def test_an_empty_resume_starts_no_new_run(tmp_path: Path) -> None:
     message = refused_inside(tmp_path, "exp", "--resume=", "--dry-run=1", "--", "mnist_pipeline")
     assert "RESUME is empty; set RESUME=<id>, or omit RESUME to start a new run" in message
+    message = refused_inside(tmp_path, "exp", "--args=--resume=runs/x", "--", "mnist_pipeline")
+    assert "--resume is not allowed in ARGS; use make exp RESUME=<id>" in message
 
 
 @pytest.mark.parametrize("minutes", ["-1", "0", "nan", "inf", "x"])
@@ -537,6 +539,23 @@ def test_the_environment_is_not_rebuilt_under_running_processes(place: Path) -> 
     make(place, "lint", f"PYTHON={python}")
     assert installed.read_text().count("installed") == 2
     assert not library.exists()
+
+
+def test_the_environment_is_not_rebuilt_while_jobs_of_the_checkout_use_it(place: Path) -> None:
+    python = fake_python(place)
+    installed = place.parent / "installed"
+    set_up(place, python)
+    change_requirements(place)
+    squeue = place.parent / "bin" / "squeue"
+    squeue.parent.mkdir(exist_ok=True)
+    squeue.write_text(f"#!/bin/sh\necho 1 {place}/other\necho 2 {place}\n")
+    squeue.chmod(0o755)
+    path = f"{squeue.parent}:{os.environ['PATH']}"
+    completed = make(place, "lint", f"PYTHON={python}", status=2, PATH=path)
+    assert "while jobs of this folder use .venv; cancel them (make status, make cancel" in completed.stderr
+    assert installed.read_text().count("installed") == 1
+    make(place, "lint", f"PYTHON={python}", PATH=path, SLURM_JOB_ID="2")  # the job of this command itself
+    assert installed.read_text().count("installed") == 2
 
 
 def test_folder_behind_a_linked_environment_is_left_alone(place: Path) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
+import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from common.config.config import read_config_file
 from common.runs import claims
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
 from common.system.errors import UserError
-from slurm.launch import sweep_file
+from slurm.launch import sweep, sweep_file
 from slurm.scheduling import scheduler
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
@@ -68,6 +73,8 @@ INVALID_FILES = {
     "grid: {batch: [64, x]}": "point batch=x: batch=x: expected an integer",
     "points: [batch: 4, batch: 4]": "the point batch=4 is listed more than once",
     "points: [batch: 4]\nrepeats: 0": "repeats must be an integer from 1",
+    "grid: {optim.lr: [0.1], optim: {lr: [0.2]}}": "duplicate key 'optim.lr'; remove one of them",
+    "points: [batch: 4]\nnodes: 2\nsettings: {launch.nodes: 3}": "nodes and launch.nodes in settings are both given",
     "points: [seed: 1]\nrepeats: 2": "repeats=2 cannot be combined with points that set seed",
     "points: [batch]": "points: expected `key: value`",
     "points: [runs: x]\nsettings: {runs: y}": "runs must be the same for all points",
@@ -233,6 +240,40 @@ def test_a_refused_array_keeps_the_results_of_its_runs(tmp_path: Path, cache: Pa
     assert before
     assert folder.result == before
     assert not list(folder.path.glob("attempts/*/result.json"))
+
+
+def test_a_point_of_a_local_sweep_is_resumed_on_a_cluster_with_the_ranks_of_its_job(
+    tmp_path: Path, cache: Path
+) -> None:
+    """With processes_per_node=0, which means two ranks on one host, the job would have too few ranks."""
+    points = [{"optim.lr": "0.01"}]
+    file = tmp_path / "rates.yaml"
+    settings = {"data.name": "digits", "data.cache": str(cache), "runs": str(tmp_path / "runs")}
+    file.write_text(yaml.safe_dump({"experiment": "ddp_multinode", "points": points, "settings": settings}))
+    (run,) = write_interrupted_sweep(tmp_path, points, "cancelled", experiment="ddp_multinode")
+    folder = RunFolder(tmp_path / "runs" / run)
+    Result("cancelled", 130).write(folder)
+    (folder.path / "code" / "slurm").mkdir(parents=True)
+    shutil.copy(ROOT / "slurm" / "entry_points.json", folder.path / "code" / "slurm")
+    completed = sweep_on(FakeSlurm(tmp_path), file)
+    assert "1 node and 1 rank each" in completed.stdout
+    assert read_config_file(folder.path / "submit/config.yaml")["processes_per_node"] == "1"
+
+
+def test_a_stop_signal_while_a_point_is_prepared_starts_no_run(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder = sweep.make_point_folder
+
+    def stop_meanwhile(*arguments: Any) -> RunFolder:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return make_folder(*arguments)
+
+    monkeypatch.setattr(sweep, "make_point_folder", stop_meanwhile)
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}])
+    status = 128 + signal.SIGTERM
+    in_process_calls.call_verb("sweep", "--launch=local", "--", str(file), status=status)
+    assert not list((tmp_path / "runs").glob("mnist_pipeline-*"))
 
 
 def test_a_point_that_is_still_stopping_is_skipped(

@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -193,6 +194,33 @@ def test_a_stage_without_weights_is_refused(engine: str) -> None:
     run = cast(Any, SimpleNamespace(training_cfg=cfg, sample_shape=(3, 8, 8)))
     with pytest.raises(UserError, match="the stage that starts at layer pool has no trainable parameters"):
         model_split.split_model(cfg.make_pipeline_config(), model, run)
+
+
+def make_repeated_layer() -> nn.Sequential:
+    activation = nn.ReLU()
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 4), activation, nn.Linear(4, 3), activation)
+
+
+def make_shared_parameter() -> nn.Sequential:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 192), nn.Linear(192, 192))
+    model[2].weight = model[1].weight
+    return model
+
+
+UNSPLITTABLE_NETWORKS = [
+    (make_repeated_layer, "the network uses a layer more than once; create a separate layer"),
+    (make_shared_parameter, "layers of different stages share the parameter 2.weight; set split so that"),
+]
+
+
+@pytest.mark.parametrize("make_network, message", UNSPLITTABLE_NETWORKS)
+def test_a_network_whose_stages_would_be_wrong_is_refused(
+    make_network: Callable[[], nn.Sequential], message: str
+) -> None:
+    cfg = load_settings("stages=2", "split=[2]")
+    run = cast(Any, SimpleNamespace(training_cfg=cfg, sample_shape=(3, 8, 8)))
+    with pytest.raises(UserError, match=message):
+        model_split.split_model(cfg.make_pipeline_config(), make_network(), run)
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from common.data.samples import Images
 from common.models import networks
 from common.runs.folder import MODEL_FILE, RunFolder, read_json
 from common.system import seeds
+from common.system.errors import UserError
 from common.techniques.parameter_server.server import replay_recorded_steps
 from configs.param_server import Config
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
@@ -166,3 +167,10 @@ def test_losses_equal_those_of_one_process_after_a_worker_is_killed(
     runs = tmp_path / "runs"
     folder = train_and_compare(single, "push:2:7:kill", *settings, *elastic, runs=runs, name="param_server")
     assert list_world_changes(folder) == [([2], [])]
+
+
+def test_the_norm_of_one_worker_is_not_logged_as_the_mean() -> None:
+    arguments = ["processes_per_node=4", "elastic=true", "log.gradient_norm=true"]
+    with pytest.raises(UserError, match=r"cannot log the mean gradient norm .*; omit log.gradient_norm or set clip"):
+        config.load_config(Config, arguments, {})
+    config.load_config(Config, [*arguments, "clip=1"], {})

@@ -113,6 +113,12 @@ def test_the_kth_smallest_of_many_numbers_is_exact(kind: str) -> None:
         assert sum(int(mask.sum()) for mask in lowest) == k
 
 
+def test_frozen_weights_are_not_pruned() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    assert list(Masks(model).layers) == ["1"]
+
+
 def test_pruned_weights_stay_pruned_and_layers_are_normalized_on_request() -> None:
     model = networks.build_network("lenet300", (28, 28), 10)
     masks = Masks(model)

@@ -229,7 +229,10 @@ def test_too_few_ranks_save_and_are_resumed_with_all(data: str, undisturbed: Run
 def test_accumulation_windows_are_repeated(data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     settings = (data, "accumulate=2", "precision=fp32")
     undisturbed = train_on_one_rank(tmp_path_factory, *settings, name="amp_accum")
-    train_and_compare(undisturbed, "reduction:0:6:kill", *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
+    faults = "reduction:0:6:kill"
+    folder = train_and_compare(undisturbed, faults, *settings, *THREE, runs=tmp_path / "runs", name="amp_accum")
+    bytes_sent = [row["bytes_sent"] for row in folder.read_metrics() if "loss" in row]
+    assert min(bytes_sent) == pytest.approx(0.75 * max(bytes_sent), rel=1e-3), "two ranks send less than three ranks"
 
 
 def test_a_step_that_only_some_ranks_have_taken_is_copied(train_struck: TrainStruck) -> None:

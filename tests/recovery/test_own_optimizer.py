@@ -55,3 +55,21 @@ def test_a_run_refuses_a_class_that_would_lose_its_state(tmp_path: Path, digits:
     (message,) = [line for line in completed.stderr.splitlines() if line.startswith("error: ")]
     assert breach.message_part in message
     assert not list((tmp_path / "runs").iterdir()), "a run that is refused before step 1 leaves no folder"
+
+
+def test_a_network_with_a_mask_and_the_child_module_is_resumed(tmp_path: Path, quick: Settings) -> None:
+    """The mask contains infinity, and all names of the parameters begin like those of a wrapped model."""
+    file = tmp_path / "net.py"
+    file.write_text(
+        "import math\nimport torch\nfrom torch import nn\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self, shape, outputs):\n"
+        "        super().__init__()\n"
+        "        self.module = nn.Sequential(nn.Flatten(), nn.Linear(math.prod(shape), outputs))\n"
+        "        self.module.register_buffer('mask', torch.full((3, 3), -torch.inf).triu(1))\n"
+        "    def forward(self, x):\n"
+        "        return self.module(x)\n"
+    )
+    settings = (*quick, *REPLICATED_ENTRY.make_rank_settings(2), f"model={file}:Net")
+    completed = run_experiment(REPLICATED_ENTRY.name, *settings, runs=tmp_path / "runs")
+    check_resume(REPLICATED_ENTRY, completed, "mask", tmp_path / "resumed")

@@ -153,16 +153,22 @@ class ReplicaState(LocalPart):
         if self.powersgd is None:
             return {}
         state: dict[str, Any] = {name: dict(getattr(self.powersgd, name)) for name in POWERSGD_TENSORS}
+        state["matrix_rank"] = self.powersgd.matrix_approximation_rank
         state["iter"] = int(self.powersgd.iter)
         state["rng"] = pack_rng_state(self.powersgd.rng.get_state())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a PowerSGD state, and move its tensors to the device of the model."""
+        """Load a PowerSGD state, and move its tensors to the device of the model.
+
+        Factors of another rank than `powersgd_rank` are not loaded; PowerSGD then starts with new factors.
+        """
         if self.powersgd is None or not state:
             return
         device = next(self.model.parameters()).device
-        for name in POWERSGD_TENSORS:
+        matrix_rank = self.powersgd.matrix_approximation_rank
+        has_same_rank = state.get("matrix_rank", matrix_rank) == matrix_rank
+        for name in POWERSGD_TENSORS if has_same_rank else POWERSGD_TENSORS[:1]:
             setattr(self.powersgd, name, {bucket: tensor.to(device) for bucket, tensor in state[name].items()})
         self.powersgd.iter = state["iter"]
         self.powersgd.rng.set_state(unpack_rng_state(state["rng"]))

@@ -217,7 +217,7 @@ def measure_rank_speed(
     """
     large = max(2, batch // run.world.size)
     small = max(1, large // 4)
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def time_shortest(x: Tensor) -> float:
         def compute() -> None:  # does not accumulate gradients, which would trigger the hooks of DDP

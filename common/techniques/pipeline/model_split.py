@@ -32,8 +32,11 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     """Partition a model into pipeline stages, either as set by `split` or with balanced costs.
 
     A partition that is based on measurements is stored in resolved.yaml. All ranks must call this function. Raises
-    UserError if `split` is invalid, there are more stages than layers, or a stage has no parameters.
+    UserError if `split` is invalid, there are more stages than layers, the model uses a layer more than once, stages
+    share a parameter, or a stage has no parameters.
     """
+    if len(set(model)) < len(model):
+        raise UserError("the network uses a layer more than once; create a separate layer for each use")
     sample = torch.randn(run.training_cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
     try:
         stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
@@ -46,8 +49,22 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
                 f"split: the stage that starts at layer {layer} has no trainable parameters; set split to "
                 "other layers or use fewer stages"
             )
+    check_separate_parameters(stages)
     setattr(stages[0], "recipe", get_model_recipe(model))  # noqa: B010 (the recipe describes the whole model)
     return stages
+
+
+def check_separate_parameters(stages: Sequence[nn.Module]) -> None:
+    """Raise UserError if stages share a parameter, because each rank would train a copy of it."""
+    seen: set[nn.Parameter] = set()
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter in seen:
+                raise UserError(
+                    f"layers of different stages share the parameter {name}; set split so that these layers are in one "
+                    "stage, or create separate parameters"
+                )
+        seen.update(stage.parameters())
 
 
 def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.ranks import objects
+from common.system.errors import UserError
 
 SAMPLE_SIZE = 1 << 16  # size of the sample that estimates the k-th smallest number of a larger set
 PRUNED_SCORE = -1.0  # score of a weight that is already pruned
@@ -181,15 +182,19 @@ def allocate_erdos_renyi_sparsities(shapes: Sequence[torch.Size], sparsity: floa
 class Masks:
     """Masks of the weights of a model's linear and convolutional layers.
 
-    Biases and normalization layers are never pruned. The masks are bool buffers of the layers, named `weight_mask`, and
-    are therefore part of checkpoints. `factors` contains the masks as tensors of the weights' dtype, because
-    multiplying weights by such a tensor takes a tenth of the time of multiplying by a bool tensor. Call
+    Biases, normalization layers and frozen weights are never pruned. The masks are bool buffers of the layers, named
+    `weight_mask`, and are therefore part of checkpoints. `factors` contains the masks as tensors of the weights' dtype,
+    because multiplying weights by such a tensor takes a tenth of the time of multiplying by a bool tensor. Call
     `recompute_factors` after changing a buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = model.named_modules()
-        self.layers = {name: layer for name, layer in modules if isinstance(layer, nn.Linear | nn.Conv2d)}
+        self.layers: dict[str, nn.Linear | nn.Conv2d] = {}
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear | nn.Conv2d) and layer.weight.requires_grad:
+                self.layers[name] = layer
+        if not self.layers:
+            raise UserError("the network has no trainable linear or convolutional layer to prune; use another network")
         for layer in self.layers.values():
             layer.register_buffer(MASK, torch.ones_like(layer.weight, dtype=torch.bool))
         self.weights = [layer.weight for layer in self.layers.values()]

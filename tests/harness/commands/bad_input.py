@@ -299,7 +299,7 @@ def check_case(case: BadInputCase, folder: Path, cache: Path) -> None:
     assert "Traceback" not in output, output
     assert process.returncode == case.exit_status, output
     assert not find_processes(str(folder))
-    assert case.remedy in output
+    assert case.remedy in output, output
     assert output.count("WARNING: ") <= 1, output
 
     message = output

@@ -65,16 +65,18 @@ def check_failed_point_is_repeated(file: Path, failed_run: str) -> list[dict[str
     return read_cells(file)
 
 
-def write_interrupted_sweep(folder: Path, points: list[dict[str, str]], *states: str) -> list[str]:
+def write_interrupted_sweep(
+    folder: Path, points: list[dict[str, str]], *states: str, experiment: str = "mnist_pipeline"
+) -> list[str]:
     """Write an interrupted sweep whose runs have these states, one for each of the first points; return their names."""
     names = []
     running_cells = []
     for number, state in enumerate(states):
-        run = SyntheticRun("mnist_pipeline", number, 10, state=state).write(folder / "runs")
+        run = SyntheticRun(experiment, number, 10, state=state).write(folder / "runs")
         names.append(run.path.name)
         if number < len(points):
             running_cells.append({"values": points[number], "repeat": 0, "run": run.path.name, "state": "running"})
     sweep_folder = folder / "runs" / "sweeps" / "rates"
     sweep_folder.mkdir(parents=True)
-    write_json(sweep_folder / "sweep.json", {"experiment": "mnist_pipeline", "cells": running_cells})
+    write_json(sweep_folder / "sweep.json", {"experiment": experiment, "cells": running_cells})
     return names

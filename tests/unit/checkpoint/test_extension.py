@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
-from common.checkpoint import extension
+from common.checkpoint import extension, storage
 from common.config import config
 from common.config.config_keys import replace_values
 from common.runs.folder import RunFolder
@@ -35,3 +36,14 @@ def test_a_finished_measurement_cannot_be_extended(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"state": "finished"}')
     with pytest.raises(UserError, match=r"is finished: sizes \[\] -> \[4\] has no effect; start a new run$"):
         extension.check_resume(RunFolder(tmp_path), replace_values(settings, {"sizes": ["4"]}))
+
+
+def test_fewer_epochs_than_the_run_has_begun_are_refused(run: RunWithCheckpoints) -> None:
+    run.save(1)
+    checkpoint = storage.list_resumable_checkpoints(run.folder)[0]
+    facts = {"epoch": 2, "position": 5}
+    manifest = dataclasses.replace(storage.read_manifest(checkpoint), facts=facts)
+    (checkpoint.path / storage.MANIFEST).write_text(manifest.to_json())
+    with pytest.raises(UserError, match=r"epochs=2 is less than the 3 epochs that .* has begun; use epochs=3 or more"):
+        extension.check_resume(run.folder, Config(epochs=2))
+    extension.check_resume(run.folder, Config(epochs=3))

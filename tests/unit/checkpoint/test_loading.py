@@ -145,6 +145,9 @@ def test_files_of_another_user_are_refused(run: RunWithCheckpoints, name: str) -
     os.chown(run.get_checkpoint(2) / name, FOREIGN_USER, FOREIGN_USER)
     assert run.load() == 1
     assert f"belongs to user ID {FOREIGN_USER}; the current user ID is 0" in run.messages[0]
+    os.chown(run.get_checkpoint(1) / name, FOREIGN_USER, FOREIGN_USER)
+    with pytest.raises(UserError, match=f"belong to user ID {FOREIGN_USER}: resume the run as that user, or "):
+        run.load()
 
 
 # ---- what checksums and the identity in each file are for

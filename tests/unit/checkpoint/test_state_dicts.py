@@ -110,3 +110,20 @@ def test_restored_random_generators_repeat_their_numbers() -> None:
         assert first != second
     state_dicts.restore_rng_state(state)
     assert draw_random_numbers() == first_numbers
+
+
+class Wrapper(nn.Module):
+    """A network whose only child has the name that wrappers of PyTorch use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def test_names_of_a_network_with_the_child_module_are_kept() -> None:
+    model = Wrapper()
+    tensors = state_dicts.gather_full_tensors(model.named_parameters())
+    loaded = Wrapper()
+    state_dicts.load_tensors(loaded.named_parameters(), tensors)
+    assert torch.equal(loaded.module.weight, model.module.weight)
+    state_dicts.load_tensors(model.module.named_parameters(), tensors)

@@ -12,10 +12,13 @@ from common.system.errors import UserError
 from configs.gpt_parallel import Config
 from tests.unit.config.conftest import create_run
 
-
-@pytest.mark.parametrize(
-    "change", ["width=64", "layers=2", "heads=2", "key_value_heads=2", "hidden=64", "activation=gelu", "tied=false"]
+FIXED_SETTINGS = (
+    *("width=64", "layers=2", "heads=2", "key_value_heads=2", "hidden=64", "activation=gelu", "tied=false"),
+    "data.context=64",
 )
+
+
+@pytest.mark.parametrize("change", FIXED_SETTINGS)
 def test_the_network_of_a_resumed_run_cannot_change(change: str, tmp_path: Path) -> None:
     run = create_run(tmp_path, load_config(Config, [], {}))
     with pytest.raises(UserError, match=f"^{change.partition('=')[0]} cannot change when a run is resumed: it was"):

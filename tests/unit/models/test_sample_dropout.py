@@ -61,3 +61,9 @@ def test_dropout_before_the_last_layer_does_not_change_the_names_of_a_network() 
     assert [name for name, _ in network.named_parameters()] == names
     assert list(network.state_dict()) == names
     assert [type(layer).__name__ for layer in network][-2:] == ["SampleDropout", "Linear"]
+
+
+def test_dropout_precedes_a_last_layer_that_is_used_twice() -> None:
+    activation = nn.ReLU()
+    network = add_dropout(nn.Sequential(nn.Linear(2, 2), activation, nn.Linear(2, 2), activation), 0.5, 0)
+    assert [type(layer) for layer in network] == [nn.Linear, nn.ReLU, nn.Linear, SampleDropout, nn.ReLU]

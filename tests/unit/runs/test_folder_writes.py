@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
-from common.runs.folder import write_atomic
+from common.runs import metrics_writer
+from common.runs.folder import RunFolder, write_atomic
+from common.runs.metrics_writer import MetricsWriter
 from common.system.errors import UserError
+from tests.harness.environment.permissions import enforce_permissions
 from tests.harness.environment.read_only import mount_read_only
 
 
@@ -18,3 +22,28 @@ def test_a_read_only_disk_is_named_and_the_old_text_stays(tmp_path: Path) -> Non
         write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_rows_are_kept_while_a_network_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", warnings.append)
+
+    def fail(path: Path, mode: str) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics_writer, "open", fail, raising=False)
+        writer.add_rows([{"loss": 1.0}])
+    assert warnings[0].startswith(f"WARNING: cannot write {writer.file}: Stale file handle; training continues")
+    writer.add_rows([{"loss": 2.0}])
+    assert writer.file.read_text() == '{"loss": 1.0}\n{"loss": 2.0}\n'
+
+
+def test_a_folder_that_the_user_may_not_enter_is_named(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    with (
+        enforce_permissions(),
+        pytest.raises(UserError, match=r"locked/runs/.*: no permission to write; choose another"),
+    ):
+        RunFolder.create(locked / "runs", "ddp_multinode", "")

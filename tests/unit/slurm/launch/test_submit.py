@@ -272,6 +272,7 @@ def test_a_run_of_another_version_of_the_source_is_not_submitted(tmp_path: Path)
 
 def test_settings_that_the_source_of_a_run_lacks_are_refused(tmp_path: Path) -> None:
     folder = SyntheticRun(steps=20).write(tmp_path)
-    (folder.path / "config.yaml").write_text("epochs: 1\n")
+    (folder.path / "config.yaml").write_text("epochs: 1\nelastic:\n  on: false\n")
     with pytest.raises(UserError, match=r"has no setting wandb.model; remove it from ARGS"):
         check_source_knows_settings(folder, ["epochs=2", "wandb.model=false"])
+    check_source_knows_settings(folder, ["elastic=true"])

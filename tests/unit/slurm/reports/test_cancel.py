@@ -27,6 +27,15 @@ def test_a_canceled_job_is_recorded(fake: FakeSlurm, runs: Path) -> None:
     assert "is already CANCELLED" in call_slurm(fake, "cancel", folder).stdout
 
 
+def test_a_run_whose_job_cannot_be_canceled_can_be_canceled_later(fake: FakeSlurm, runs: Path) -> None:
+    folder = write_submitted_run(runs, "4711")
+    fake.define_command("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
+    call_slurm(fake, "cancel", str(folder.path), status=2)
+    assert not folder.result
+    fake.define_command("scancel", "exit 0")
+    assert call_slurm(fake, "cancel", str(folder.path)).stdout == "canceled job 4711\n"
+
+
 def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process: Popen) -> None:
     """If the pid belongs to another process by now, that process is not signalled."""
     folder = RunFolder(tmp_path)

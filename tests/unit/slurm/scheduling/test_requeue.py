@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from common.runs.failures import Failure
-from common.runs.folder import RunFolder
+from common.runs.folder import RunFolder, write_json
 from common.system.causes import Cause
 from common.system.errors import UnreachableError, UserError
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
@@ -31,7 +31,7 @@ def answer_with_states(fake: FakeSlurm, *states: str, requeue_command: str = "ex
     )
 
 
-def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> Completed:
+def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str, **env: str) -> Completed:
     """Call the last line of the job script after the ranks have ended with an exit status."""
     if states:
         answer_with_states(fake, *states)
@@ -40,11 +40,19 @@ def end_job(fake: FakeSlurm, folder: RunFolder, status: int, *states: str) -> Co
         path, exit_status = arguments
         return requeue.main(path, int(exit_status))
 
-    return call_main(fake, main, str(folder.path), str(status), status=None, **JOB)
+    return call_main(fake, main, str(folder.path), str(status), status=None, **JOB, **env)
 
 
 def count_requeues(fake: FakeSlurm) -> int:
     return fake.calls_file.read_text().count("scontrol requeue 7")
+
+
+def test_only_the_task_of_an_array_is_requeued(fake: FakeSlurm, job_folder: RunFolder) -> None:
+    """SLURM applies a command for the id of the array, which is also the id of one task, to all tasks."""
+    write_json(job_folder.path / "meta.json", {"job": {"id": "7_3"}})
+    end_job(fake, job_folder, EXIT_RESUMABLE, SAME_START, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    calls = fake.calls_file.read_text().splitlines()
+    assert calls == ["scontrol -o show job 7_3", "scontrol requeue 7_3"]
 
 
 REQUEUED_STATUSES = [

@@ -132,7 +132,7 @@ def test_a_job_neither_starts_nor_requeues_a_run_of_another_owner(
     array_task: RunFolder, job: dict[str, str] | None, owner: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_json(array_task.path / "meta.json", {"job": job})
-    message = f"job 23 cannot start {array_task.path.name}: the run belongs to {owner}"
+    message = f"job 20_3 cannot start {array_task.path.name}: the run belongs to {owner}"
     with pytest.raises(RunTakenError, match=message):
         submission.check_run_belongs_to_this_job(array_task)
     assert requeue.main(str(array_task.path), 0) == 1

@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from common.models import networks
+from common.ranks.rendezvous import World
+from common.techniques.data_parallel.ddp import POWERSGD_TENSORS, ReplicaState, register_comm_hook
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.pitfalls.outcomes import collect_outcomes
 
@@ -74,3 +79,23 @@ def test_compare_reports_the_efficiency(tmp_path: Path, digits: Settings) -> Non
     assert len(process.result["ranks"]) == 2
     assert "efficiency" in process.stdout
     assert "without sharding" not in process.stdout
+
+
+@pytest.mark.parametrize("rank, loads", [(2, True), (3, False)])
+def test_factors_of_another_matrix_rank_are_not_loaded(world: World, rank: int, loads: bool) -> None:
+    """Their sizes do not fit. The errors of earlier steps are loaded in both cases."""
+    saved = make_powersgd_model(2)
+    for name in POWERSGD_TENSORS:
+        getattr(saved.powersgd, name)[0] = torch.ones(4)
+    state = make_powersgd_model(2).state_dict() | saved.state_dict()
+    resumed = make_powersgd_model(rank)
+    resumed.load_state_dict(state)
+    assert resumed.powersgd is not None
+    assert [bool(getattr(resumed.powersgd, name)) for name in POWERSGD_TENSORS] == [True, loads, loads]
+
+
+def make_powersgd_model(rank: int) -> ReplicaState:
+    """Return the state of a model whose gradients are compressed by PowerSGD with matrices of this rank."""
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    register_comm_hook(model, "powersgd", rank)
+    return ReplicaState(model)

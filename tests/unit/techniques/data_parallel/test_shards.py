@@ -8,7 +8,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from torch import nn
 
+from common.techniques.data_parallel import shards
 from common.techniques.data_parallel.shards import (
     WINDOW,
     AutoShards,
@@ -128,3 +131,14 @@ def test_a_measurement_on_a_busy_core_is_corrected() -> None:
     assert run.counts[1] < 24
     run.train(1, 2 * WINDOW)
     assert abs(run.counts[1] - 48) <= 1
+
+
+def test_the_speed_of_a_network_with_frozen_parameters_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SPEED_SECONDS", 0.001)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    world = SimpleNamespace(size=1, wait_for_all_ranks=lambda name: None)
+    inputs = torch.rand(8, 4)
+    run = cast(Any, SimpleNamespace(world=world, device=torch.device("cpu"), load_first_inputs=lambda count: inputs))
+    shards.measure_rank_speed(run, model, model, 8)
+    assert model[1].weight.grad is None
