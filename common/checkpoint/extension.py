@@ -156,6 +156,13 @@ def check_unchanged_settings(folder: RunFolder, cfg: Experiment) -> None:
         raise UserError(f"{folder.path.name} is finished: {problem}; {remedy}")
 
 
+def describe_extension(folder: RunFolder, cfg: Experiment) -> str:
+    """Return a message about the additional steps of a finished run."""
+    done, epoch_steps = read_step_counts(folder)
+    total = cfg.compute_total_steps(epoch_steps)
+    return f"extending the run after step {done}; the learning rate schedule now covers {total} steps"
+
+
 def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:
     """Return a message that states that a run is finished and explains how to extend the run."""
     message = f"{folder.path} is finished; see {folder.path / 'result.json'}"

@@ -318,9 +318,7 @@ def resume_run(cfg: Experiment, run_to_resume: RunFolder) -> tuple[RunFolder, Pr
     if was_finished:
         from common.checkpoint import extension  # imported here because only resumed runs need it
 
-        done, epoch_steps = extension.read_step_counts(run_to_resume)
-        total = cfg.compute_total_steps(epoch_steps)
-        print(f"extending the run after step {done}; the learning rate schedule now covers {total} steps", flush=True)
+        print(extension.describe_extension(run_to_resume, cfg), flush=True)
     folder.move_result_of_previous_attempt()
     return folder, prepared
 

@@ -73,9 +73,8 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
         started = config.StartedRanks(rank_info.size, rank_info.nodes, rank_info.is_restart) if rank_info else None
         check_script(Path(sys.argv[0]).resolve(), config.get_experiment_name(schema))
         command_line = parse_command_line(sys.argv[1:])
-        path = command_line.resume
-        run_to_resume = RunFolder(path.absolute()) if path else None
-        code = path.absolute() / "code" if path else None
+        run_to_resume = RunFolder(command_line.resume.absolute()) if command_line.resume else None
+        code = run_to_resume.path / "code" if run_to_resume else None
         if run_to_resume is not None:
             from common.checkpoint import extension  # imported here because only resumed runs need it
 
