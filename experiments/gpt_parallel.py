@@ -60,8 +60,9 @@ def build_model(cfg: Config, run: Run) -> Any:
         )
     else:
         network = build_network(cfg.model, run.sample_shape, run.outputs)
+    network = network.to(run.device, run.dtype)
     load_initial_weights(network, cfg.initial.weights, cfg.runs)
-    return network.to(run.device, run.dtype)
+    return network
 
 
 def main(cfg: Config, run: Run) -> None:

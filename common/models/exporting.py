@@ -111,6 +111,9 @@ def write_and_run_onnx(model: nn.Module, x: Tensor, path: Path) -> Tensor:
         )
     assert program is not None
     program.save(path)
+    if data_files := list(path.parent.glob(f"{path.name}?*")):
+        size = data_files[0].stat().st_size / 1e9
+        raise UserError(f"the weights ({size:.1f} GB) do not fit into one ONNX file; use FORMAT=torch.export")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     input_name = session.get_inputs()[0].name
     (outputs,) = session.run(None, {input_name: x.numpy()})

@@ -83,6 +83,7 @@ def start_cluster(args: argparse.Namespace) -> None:
         running = find_running_cluster(args.name)
         if running:
             check_running_cluster_matches(running.plan, nodes if args.nodes else running.plan.nodes, shape)
+            check_running_cluster_has(running.plan, args)
             print(f"cluster {args.name} is already up")
             return
         start = time.monotonic()
@@ -115,6 +116,22 @@ def check_running_cluster_matches(plan: Plan, nodes: int, shape: Shape) -> None:
         properties += f" and cables {running_shape.describe()}"
     setting = "" if plan.name == DEFAULT_NAME else f" NAME={plan.name}"
     raise UserError(f"cluster {plan.name} is already up with {properties}; stop it first: make cluster-down{setting}")
+
+
+def check_running_cluster_has(plan: Plan, args: argparse.Namespace) -> None:
+    """Raise UserError if a running cluster lacks properties that the command line requests."""
+    requested = {
+        "DB=1": parse_zero_or_one("DB", args.db) and not plan.database,
+        f"--cpus={args.cpus}": args.cpus and int(args.cpus) != plan.cpus,
+        f"--auth={args.auth}": args.auth and args.auth != plan.auth,
+        "--conf": slurm_conf.parse_slurm_conf_settings(args.conf).items() - plan.settings.items(),
+    }
+    setting = "" if plan.name == DEFAULT_NAME else f" NAME={plan.name}"
+    for text, is_missing in requested.items():
+        if is_missing:
+            raise UserError(
+                f"cluster {plan.name} is already up without {text}; stop it first: make cluster-down{setting}"
+            )
 
 
 def wait_until_hosts_are_idle(plan: Plan) -> None:

@@ -36,6 +36,7 @@ COLUMN_FORMATS = {
     "start": "{}",
 }
 """Format string for the values of each table column, by column name. The most informative columns come first."""
+TEXT_COLUMNS = ("run", "state", "experiment")  # columns by which the table can be sorted, but which have no numbers
 COLUMN_HEADS = {
     "samples_per_second": "samples/s",
     "test_accuracy": "accuracy",
@@ -116,7 +117,7 @@ def find_sort_column(groups: list[RunGroup], name: str) -> str:
 
     Raises UserError if no run has it.
     """
-    keys = ["run", "state", "label", "experiment", *COLUMN_FORMATS]
+    keys = [*TEXT_COLUMNS, "label", *COLUMN_FORMATS]
     for group in groups:
         keys += [*group.settings, *group.list_metrics()]
     keys = list(dict.fromkeys(keys))
@@ -138,6 +139,8 @@ def make_sort_cell(group: RunGroup, name: str) -> TableCell:
     """Return the cell by which a group of runs is sorted."""
     if name == "label":
         return TableCell(group.label)
+    if name in TEXT_COLUMNS:
+        return TableCell(",".join(dict.fromkeys(str(value) for value in group.list_values(name))))
     if name in group.runs[0].table_row:
         return make_cell(name, group.list_values(name))
     if name in group.settings:

@@ -36,6 +36,15 @@ def check_claim_liveness(claim: Claim) -> ProcessState:
     return ProcessState.ALIVE if state == "RUNNING" else ProcessState.ENDED
 
 
+def is_stopping(folder: RunFolder) -> bool:
+    """Return whether the newest attempt of a run is known to be alive although the run has a result.
+
+    `make cancel` writes the result before the attempt ends.
+    """
+    claim = claims.find_newest_claim(folder)
+    return claim is not None and bool(folder.result) and check_claim_liveness(claim) is ProcessState.ALIVE
+
+
 def wait_for_earlier_attempt(folder: RunFolder) -> None:
     """Wait until an earlier attempt that is stopping has ended, and record the end.
 

@@ -18,7 +18,7 @@ from common.checkpoint import storage
 from common.runs.folder import MODEL_FILE, RunFolder, convert_disk_errors
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
-from slurm.reports import selection, status, wandb_sync
+from slurm.reports import liveness, selection, status, wandb_sync
 from slurm.reports.selection import RunFilter
 
 
@@ -83,6 +83,9 @@ def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: 
         # A run that ended in another state can be resumed from its checkpoints, so RUNS must name the run.
         if are_named and state not in status.FINAL_STATES:
             print(f"skipped {folder.path.name}: the run has not ended yet ({state})")
+        elif are_named and liveness.is_stopping(folder):
+            print(f"skipped {folder.path.name}: the run is still stopping")
+            continue
         if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):
             continue
         paths = list_superfluous_files(folder, are_named)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.config import config
-from common.runs.folder import MODEL_FILE, RunFolder
+from common.runs.folder import RunFolder
 from common.system.errors import UserError
 from slurm.arguments import parse_count
 from slurm.reports import selection
@@ -60,7 +60,7 @@ def load_newest_model(folder: RunFolder) -> nn.Module:
     """
     from common.models import model_file, weights
 
-    if not (folder.path / MODEL_FILE).exists():
+    if folder.result.get("state") != "finished":  # an extended run still has the model of its earlier end
         checkpoint = weights.load_model_of_newest_checkpoint(folder)
         if checkpoint is not None:
             step, model = checkpoint

@@ -235,18 +235,19 @@ def filter_runs(folders: list[RunFolder], text: str) -> list[RunFolder]:
     for run_values in values:
         if LEARNING_RATE in run_values:  # not that of the newest step
             run_values["learning_rate"] = run_values[LEARNING_RATE]
-    if find_unknown_names(conditions, values):
-        for folder, run_values in zip(folders, values, strict=True):
-            for name, value in read_results(folder).items():
-                run_values.setdefault(name, value)
+    results: list[dict[str, str]] = [{} for _ in folders]
+    if find_unknown_names(conditions, values) or find_hidden_metrics(conditions, values):
+        results = list(map(read_results, folders))
+        for run_values, run_results in zip(values, results, strict=True):
+            run_values.update({name: text for name, text in run_results.items() if name not in run_values})
     for name in find_unknown_names(conditions, values):
         keys = set[str]().union(*values)
         hint = suggest_nearest(name, sorted(keys | {key.split(".")[-1] for key in keys}))
         raise UserError(f"WHERE: no run has a setting or result named {name}{hint}")
 
     matches = []
-    for folder, run_values in zip(folders, values, strict=True):
-        if all(meets_condition(run_values, *condition) for condition in conditions):
+    for folder, run_values, run_results in zip(folders, values, results, strict=True):
+        if all(meets_condition(run_values, run_results, *condition) for condition in conditions):
             matches.append(folder)
     if not matches:
         raise UserError(f"WHERE={text!r}: no matching run ({format_count(len(folders), 'run')} checked)")
@@ -257,6 +258,21 @@ def find_unknown_names(conditions: list[tuple[str, ...]], values: list[dict[str,
     """Return the names in conditions that are not the name or short name of a value of any run."""
     keys = set[str]().union(*values)
     return [name for name, *_ in conditions if not any(matches_short_name(name, key) for key in keys)]
+
+
+def find_hidden_metrics(conditions: list[tuple[str, ...]], values: list[dict[str, str]]) -> list[str]:
+    """Return the names that a condition compares with a number although no run has a setting with a number there.
+
+    An example is `loss<0.5`, because the setting `loss` is the name of a loss function.
+    """
+    names = [name for name, comparison, _ in conditions if comparison in COMPARISONS]
+    return [name for name in names if all(parse_float(find_value(run, name) or "") is None for run in values)]
+
+
+def find_value(values: Mapping[str, str], name: str) -> str | None:
+    """Return the value with this name or short name, or None."""
+    first_match = next((text for full_name, text in values.items() if matches_short_name(name, full_name)), None)
+    return values.get(name, first_match)
 
 
 def read_results(folder: RunFolder) -> dict[str, str]:
@@ -277,20 +293,24 @@ def matches_short_name(short: str, full: str) -> bool:
     return full == short or full.endswith(f".{short}")
 
 
-def meets_condition(settings: Mapping[str, str], key: str, comparison: str, expected: str) -> bool:
+def meets_condition(
+    settings: Mapping[str, str], results: Mapping[str, str], key: str, comparison: str, expected: str
+) -> bool:
     """Return whether a run's settings meet one condition of WHERE.
 
     The actual and the expected value are compared as numbers if both are numbers, and as lists if the setting is a
-    list, such as `[a,b]`. A run that lacks the setting does not meet the condition. Raises UserError if `comparison`
+    list, such as `[a,b]`. If `comparison` requires a number and the setting is not a number, the result of the same
+    name is used instead. A run that lacks the setting does not meet the condition. Raises UserError if `comparison`
     requires a number and `expected` is not a number.
     """
-    first_match = next((text for name, text in settings.items() if matches_short_name(key, name)), None)
-    actual = settings.get(key, first_match)
+    actual = find_value(settings, key)
     if actual is None:
         return False
     actual_number = parse_float(actual)
     expected_number = parse_float(expected)
     if comparison in COMPARISONS:
+        if actual_number is None:
+            actual_number = parse_float(results.get(key, ""))
         if expected_number is None:
             raise UserError(f"WHERE: {key}{comparison}{expected}: {expected!r} is not a number")
         return actual_number is not None and COMPARISONS[comparison](actual_number, expected_number)

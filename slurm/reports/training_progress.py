@@ -43,6 +43,10 @@ def read_training_progress(folder: RunFolder, final_speed: float | None, *, is_f
         speed = measure_speed(read_last_metrics_rows(attempts[1:], SPEED_BYTES))
     total_steps = read_total_steps(attempts)
     losses = [to_finite_number(row["loss"]) for row in rows if "loss" in row]
+    if not losses:  # the newest attempt only repeated an evaluation, or its rows are long
+        rows_of_earlier_steps = read_last_metrics_rows(attempts, SPEED_BYTES)
+        rows_of_earlier_steps = read_last_metrics_rows(attempts[1:], SPEED_BYTES) + rows_of_earlier_steps
+        losses = [to_finite_number(row["loss"]) for row in rows_of_earlier_steps if "loss" in row]
     return TrainingProgress(
         find_last_step(attempts, rows),
         total_steps,
@@ -72,15 +76,19 @@ def read_first_metrics_row(attempt: RunFolder) -> dict[str, Any] | None:
 
 
 def measure_speed(rows: Rows) -> float:
-    """Return the samples per second over the last SPEED_STEPS training rows.
+    """Return the samples per second over the last SPEED_STEPS training rows, excluding evaluations.
 
     Returns 0 if there are fewer than two training rows.
     """
     steps = [row for row in rows if "loss" in row][-SPEED_STEPS:]
-    if len(steps) < 2 or steps[-1]["time"] <= steps[0]["time"]:
+    if len(steps) < 2:
         return 0.0
+    durations = [to_finite_number(row.get("step_time")) for row in steps[1:]]
+    seconds = sum(duration for duration in durations if duration is not None)
+    if None in durations:  # the rows of an older version
+        seconds = steps[-1]["time"] - steps[0]["time"]
     samples = steps[-1]["samples"] - steps[0]["samples"]
-    return float(samples / (steps[-1]["time"] - steps[0]["time"]))
+    return float(samples / seconds) if seconds > 0 else 0.0
 
 
 def find_last_step(attempts: list[RunFolder], rows: Rows) -> int:

@@ -19,7 +19,7 @@ from common.runs.folder import RunFolder
 from common.runs.tracking import wandb_account, wandb_rows, wandb_tracker, wandb_upload
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
-from slurm.reports import selection, status
+from slurm.reports import liveness, selection, status
 from slurm.reports.selection import RunFilter
 
 START_TIME = re.compile(r"\d{8}_\d{6}")  # date and time in the name of an attempt's W&B folder
@@ -52,6 +52,8 @@ def describe_pending_writes(folder: RunFolder) -> str:
         return f"it is not known whether the run has ended ({detail}); run make sync again when SLURM answers"
     if state not in status.FINAL_STATES:
         return f"the run has not ended yet ({state})"
+    if liveness.is_stopping(folder):
+        return "the run is still stopping"
     return "its tracking process is still running" if wandb_upload.is_tracked_now(folder) else ""
 
 
@@ -82,19 +84,26 @@ def send_runs_to_wandb(folders: list[RunFolder], dry: bool) -> int:
 
     wandb_account.require_account()
     # The missing rows of an online run are sent to W&B. The missing rows of an offline run are written to a folder.
+    failures = []
     for folder in incomplete:
-        wandb_upload.send_missing_rows(folder)
+        try:
+            wandb_upload.send_missing_rows(folder)
+        except UserError as error:
+            print(f"skipped {folder.path.name}: {error}")
+            failures.append(folder)
+    selected = [folder for folder in selected if folder not in failures]
 
     unsent = list_unsent_folders(selected)
     if not unsent:
-        print("sent the missing rows of online runs to W&B")
-        return 0
+        if len(incomplete) > len(failures):
+            print("sent the missing rows of online runs to W&B")
+        return 1 if failures else 0
     process = subprocess.run([WANDB, "sync", "--yes", "-n", "1", *unsent], check=False)
     refused = [path for path in unsent if not is_folder_sent(path)]
     print(f"sent {len(unsent) - len(refused)} of {len(unsent)} W&B folders")
     if refused:
         raise UserError(f"W&B did not accept {refused[0]}; to send only the missing data, run make sync again")
-    return process.returncode
+    return 1 if failures else process.returncode
 
 
 def link_wandb_logs(folders: list[RunFolder], merged: Path) -> int:

@@ -239,6 +239,8 @@ SELECTIONS = {
     "'--where=state=failed test_loss<1'": "0003",
     "'--where=duration<=20 step>0 strategy=ddp'": "0002 0004",
     "--where=learning_rate>0.04": "0001 0004",
+    "'--where=loss<0.4'": "0000 0001 0002",  # the setting `loss` is not a number
+    "--sort=state --name=ddp_multinode": "0003 0002 0005 0004",
     "--sort=-lr --name=mnist_pipeline": "0001 0000",
     "--sort=learning_rate --name=mnist_pipeline": "0000 0001",
     "'--sort=final loss'": "0002 0001 0000 0004 0003 0005",

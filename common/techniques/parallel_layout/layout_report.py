@@ -111,7 +111,7 @@ class LayoutReport:
     """Bytes of each rank, from the formulas."""
     full_state_bytes: int
     """Bytes of parameters, gradients and optimizer state of a single process; 0 without formulas."""
-    tokens_per_step: int
+    tokens_per_sample: int
     flops_per_token: int
     """Floating-point operations; 0 without formulas."""
     matrix_rate: float
@@ -138,7 +138,7 @@ class LayoutReport:
             if "optimizer" not in predicted:
                 full_state_bytes = 0
         meter.add_formulas(predicted)
-        tokens = cfg.batch * run.sample_shape[0]
+        tokens = run.sample_shape[0]
         dtype = torch.bfloat16 if cfg.precision == "bf16" else run.dtype
         rate = sum(run.world.gather(measure_matrix_rate(dtype, run.device)))
         return cls(run, cfg.layout, memory, sent_bytes, predicted, rank_formulas, full_state_bytes, tokens, flops, rate)
@@ -173,11 +173,10 @@ class LayoutReport:
             measured = {f"{name}_bytes": size for name, size in largest.items()} | dict(self.rank_formulas.measured)
             if self.full_state_bytes:
                 measured["training_state_share"] = sum(largest[name] for name in STATE) / self.full_state_bytes
-        seconds = self.run.compute_step_seconds()
-        if seconds:
-            measured["tokens_per_second"] = self.tokens_per_step / seconds
-        if seconds and self.flops_per_token:
-            flops = self.flops_per_token * self.tokens_per_step / seconds
-            measured["model_flops_utilization"] = flops / self.matrix_rate
+        tokens_per_second = self.run.compute_samples_per_second() * self.tokens_per_sample
+        if tokens_per_second:
+            measured["tokens_per_second"] = tokens_per_second
+        if tokens_per_second and self.flops_per_token:
+            measured["model_flops_utilization"] = self.flops_per_token * tokens_per_second / self.matrix_rate
         formulas = {f"predicted_{name}_bytes": size for name, size in self.predicted.items()}
         return ReportData(outcome=formulas, measured=measured)

@@ -35,7 +35,7 @@ class HasPipeline(Protocol):
 def check_schedule_of_config(settings: HasPipeline) -> None:
     """Raise UserError if the pipeline schedule of a config is invalid, or if other settings do not allow it."""
     pipeline = settings.make_pipeline_config()
-    if pipeline.engine != "own":
+    if pipeline.engine != "own" or pipeline.stages == 1:  # a single stage needs no schedule
         return
     kinds: set[str] = set()
     for actions in make_schedule(pipeline):

@@ -12,7 +12,7 @@ from common.runs import claims
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
 from common.system.processes import Process
-from slurm.reports import cancel, status
+from slurm.reports import cancel, status, wandb_sync
 from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.runs.process_records import Popen, identify_process
 from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm
@@ -67,6 +67,15 @@ def test_a_run_that_finishes_while_it_is_canceled_is_finished(
     still_stopping = f"still stopping: attempt 1, process {waiting_process.pid} on this machine"
     assert f"is already FINISHED; {still_stopping}" in cancel.cancel_run(folder)
     assert waiting_process.poll() is None
+
+
+def test_a_canceled_run_that_is_still_stopping_is_not_sent_to_wandb(folder: RunFolder, waiting_process: Popen) -> None:
+    folder.claim_attempt({"process": identify_process(waiting_process.pid)})
+    Result("cancelled", 130).write(folder)
+    assert wandb_sync.describe_pending_writes(folder) == "the run is still stopping"
+    waiting_process.kill()
+    waiting_process.wait()
+    assert wandb_sync.describe_pending_writes(folder) == ""
 
 
 def test_a_process_that_is_recorded_only_in_a_claim_is_canceled(folder: RunFolder, waiting_process: Popen) -> None:
