@@ -202,12 +202,17 @@ def make_folder_unless_stopped(
     return None
 
 
-def start_local_run_of_point(sweep: SweepFolder, point: SweepPoint, folder: RunFolder) -> subprocess.Popen[bytes]:
-    """Start and record the run of a point on this machine. It writes its output to screen.log in the run folder."""
+def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
+    """Start the run of a point on this machine. The run writes its output to screen.log in the run folder."""
     command = submit.make_resume_command(folder)
     environ = submit.make_source_environment(folder)
     with convert_disk_errors(folder.path), open(folder.path / "screen.log", "ab") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+        return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
+
+
+def start_and_record_run(sweep: SweepFolder, point: SweepPoint, folder: RunFolder) -> subprocess.Popen[bytes]:
+    """Start the run of a point on this machine, and record it in the sweep."""
+    process = start_local_run_of_point(folder)
     sweep.record_run(point, folder, "running")
     sweep.save()
     return process
@@ -286,7 +291,7 @@ def run_points_locally(
                 folder = resumed or make_folder_unless_stopped(sweep, point, lambda: stop_signal)
                 if folder is None:
                     break
-                process = start_local_run_of_point(sweep, point, folder)
+                process = start_and_record_run(sweep, point, folder)
                 running[process] = LocalRun(point, resumed is not None, time.monotonic())
                 if stop_signal:  # received before `stop` knew this process
                     process.send_signal(signal.SIGTERM)
