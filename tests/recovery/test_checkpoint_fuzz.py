@@ -227,7 +227,8 @@ def check_load(world: World, path: Path, original: Path) -> str:
         loaded = Checkpointer(RunFolder(path).claim_attempt(), Ranks(world), Checkpoint(), messages.append).load()
     except UserError as error:
         assert not any(valid)
-        assert "no valid checkpoint left" in str(error)
+        is_foreign = any("belongs to user ID" in message for message in messages)
+        assert ("no checkpoint can be read" if is_foreign else "no valid checkpoint left") in str(error)
         if any(present):  # else all checkpoints are lost
             assert len(messages) == sum(present)
         return "refused"
