@@ -143,10 +143,11 @@ class Elastic:
                 "elastic=true cannot be combined with shards=auto, because elastic runs adjust the shards themselves; "
                 "omit shards=auto, or set explicit shards, such as shards=[3,1]"
             )
-        if launch.device == "cuda":
+        if launch.device == "cuda" or launch.mixed:
+            remedy = "omit launch.mixed=true" if launch.mixed else "use launch.device=cpu"
             raise ValueError(
                 "elastic=true is not available on GPUs, where ranks cannot continue after another rank is lost; "
-                "use launch.device=cpu"
+                f"{remedy}"
             )
         if launch.backend == "builtin":
             raise ValueError("elastic=true requires the gloo backend; omit launch.backend=builtin")

@@ -112,7 +112,7 @@ class Checkpointer:
 
         problem = self.run_on_main(self._update_pointers_and_delete_old)
         if problem is not None:
-            self.log_message(f"WARNING: cannot delete old checkpoints: {problem.text}")
+            self.log_message(f"WARNING: cannot update `latest` or delete old checkpoints: {problem.text}")
         return True
 
     def report_failed_save(self, step: int, problem: WriteProblem, *, is_known: bool = False) -> None:

@@ -30,11 +30,12 @@ def format_permission_remedy(folder: RunFolder) -> str:
     owners = set()
     for pattern in ("attempts/*/checkpoints", "attempts/*/checkpoints/**/*"):
         for path in folder.path.glob(pattern):
-            with contextlib.suppress(OSError):  # the folder of this path must not be searched
+            with contextlib.suppress(OSError):  # this user may not enter the folder of this path
                 owners.add(path.lstat().st_uid)
-    for owner in owners - {os.geteuid(), 0}:
+    foreign_owners = owners - {os.geteuid(), 0}
+    if foreign_owners:
         return (
-            f"the files belong to user ID {owner}: resume the run as that user, or let root run "
-            f"chown -R {os.geteuid()} {checkpoints}, then resume the run"
+            f"the files belong to user ID {min(foreign_owners)}: resume the run as that user, or let root run "
+            f"chown -R {os.geteuid()} {folder.path}, then resume the run"
         )
     return f"permission was denied: run chmod -R u+rwX {checkpoints}, then resume the run"

@@ -182,7 +182,8 @@ class Saver:
         if world.broadcast(bool(writer.buffered_lines)):
             problem = self.checkpointer.run_on_main(writer.write_buffered_rows)
             if problem is not None:
-                text = f"cannot write {self.folder.metrics_file}: {problem.text}"
+                file = str(self.folder.metrics_file)
+                text = problem.text if file in problem.text else f"cannot write {file}: {problem.text}"
                 self.checkpointer.report_failed_save(step, problem._replace(text=text), is_known=True)
                 return False
 

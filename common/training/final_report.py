@@ -31,7 +31,10 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
     reports = [*reports, *report_rank_changes(changes)]
     run.saver.raise_if_run_taken(run.step)
     assert run.metrics is not None
-    run.metrics.writer.write_buffered_rows()
+    try:
+        run.metrics.writer.write_buffered_rows()
+    except OSError as error:
+        raise UserError(f"cannot write {run.folder.metrics_file}: {error.strerror}; check the disk") from error
     result = Result(
         state="finished",
         exit_status=0,

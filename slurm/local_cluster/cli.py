@@ -120,11 +120,12 @@ def check_running_cluster_matches(plan: Plan, nodes: int, shape: Shape) -> None:
 
 def check_running_cluster_has(plan: Plan, args: argparse.Namespace) -> None:
     """Raise UserError if a running cluster lacks properties that the command line requests."""
+    missing_settings = slurm_conf.parse_slurm_conf_settings(args.conf).items() - plan.settings.items()
     requested = {
         "DB=1": parse_zero_or_one("DB", args.db) and not plan.database,
         f"--cpus={args.cpus}": args.cpus and int(args.cpus) != plan.cpus,
         f"--auth={args.auth}": args.auth and args.auth != plan.auth,
-        "--conf": slurm_conf.parse_slurm_conf_settings(args.conf).items() - plan.settings.items(),
+        " ".join(f"--conf={key}={value}" for key, value in sorted(missing_settings)): missing_settings,
     }
     setting = "" if plan.name == DEFAULT_NAME else f" NAME={plan.name}"
     for text, is_missing in requested.items():

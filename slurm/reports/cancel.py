@@ -7,13 +7,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from common.runs import claims, provenance
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
+from common.system.causes import Cause
 from common.system.errors import UserError
 from slurm.reports.selection import find_run
 from slurm.reports.status import FINAL_STATES, find_scheduler, read_state
@@ -25,7 +26,7 @@ METADATA_SECONDS = 5.0  # maximum delay from the start of an attempt to its entr
 def cancel_run(folder: RunFolder) -> str:
     """Stop a run and return a message for the user.
 
-    Raises UserError if no job and no process on this machine trains the run.
+    Raises UserError if no job and no process on this machine trains the run, or if the job cannot be canceled.
     """
     submission.wait_for_submission(folder)
     state, _ = read_state(folder)
@@ -50,9 +51,10 @@ def cancel_run(folder: RunFolder) -> str:
         lines.append(f"canceled process {process['pid']}; the process will save a checkpoint and stop")
     if job:
         try:
-            lines += cancel_jobs(folder, meta)
+            for line in cancel_jobs(folder, meta):
+                lines.append(line)
         except UserError:
-            if folder.result == written:  # the job continues, and `make cancel` can be repeated
+            if not lines and folder.result == written:  # the job continues, and `make cancel` can be repeated
                 (folder.path / "result.json").unlink()
             raise
         if folder.result.get("state") == "cancelled":
@@ -60,19 +62,22 @@ def cancel_run(folder: RunFolder) -> str:
     return "\n".join(lines)
 
 
-def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> list[str]:
-    """Cancel all jobs that may train a run, and return a message about each job.
+def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> Iterator[str]:
+    """Cancel all jobs that may train a run, and yield a message about each job.
 
     Raises UserError if scancel fails.
     """
     scheduler = find_scheduler(meta)
     if scheduler is None:  # the local cluster is down, so its jobs have ended
-        return []
-    lines = []
+        return
     for job in list_jobs_of_run(folder, meta["job"]["id"]):
-        scheduler.run_command("scancel", job)
-        lines.append(f"canceled job {job}")
-    return lines
+        try:
+            scheduler.run_command("scancel", job)
+        except UserError as error:
+            if error.cause is not Cause.UNKNOWN_JOB:  # SLURM forgets a job some time after its end
+                raise
+        else:
+            yield f"canceled job {job}"
 
 
 def describe_ended_run(folder: RunFolder, state: str) -> str:

@@ -328,7 +328,7 @@ def print_diagnosis(folder: RunFolder, as_json: bool) -> int:
     cause = facts["cause"]
     if as_json:
         print(json.dumps(facts, indent=2))
-        return 0 if state in ("finished", "pending") or cause == NO_PROBLEM else 1
+        return 0 if state in ("finished", "pending", "cancelled") or cause == NO_PROBLEM else 1
     print(f"{facts['run']} is {state.upper()}: {facts['detail']}".removesuffix(": "))
     print(f"  last step  {facts['step']}")
     for rank in facts["ranks"]:

@@ -224,8 +224,8 @@ def parse_conditions(text: str) -> list[tuple[str, ...]]:
 def filter_runs(folders: list[RunFolder], text: str) -> list[RunFolder]:
     """Return the runs whose settings and results meet all conditions in the text of WHERE.
 
-    Results are read only if a condition does not name a setting. Raises UserError if the text is invalid, if no run has
-    a setting or result of that name, or if no run meets the conditions.
+    Results are read only if a condition names no setting, or compares a setting without numbers with a number. Raises
+    UserError if the text is invalid, if no run has a setting or result of that name, or if no run meets the conditions.
     """
     conditions = parse_conditions(text)
     if not conditions:

@@ -43,10 +43,10 @@ def read_training_progress(folder: RunFolder, final_speed: float | None, *, is_f
         speed = measure_speed(read_last_metrics_rows(attempts[1:], SPEED_BYTES))
     total_steps = read_total_steps(attempts)
     losses = [to_finite_number(row["loss"]) for row in rows if "loss" in row]
-    if not losses:  # the newest attempt only repeated an evaluation, or its rows are long
-        rows_of_earlier_steps = read_last_metrics_rows(attempts, SPEED_BYTES)
-        rows_of_earlier_steps = read_last_metrics_rows(attempts[1:], SPEED_BYTES) + rows_of_earlier_steps
-        losses = [to_finite_number(row["loss"]) for row in rows_of_earlier_steps if "loss" in row]
+    if not losses:  # the newest attempt has only repeated an evaluation
+        first_step = find_last_step(attempts, [])
+        earlier_rows = [row for row in read_last_metrics_rows(attempts[1:], SPEED_BYTES) if "loss" in row]
+        losses = [to_finite_number(row["loss"]) for row in earlier_rows if row["global_step"] <= first_step]
     return TrainingProgress(
         find_last_step(attempts, rows),
         total_steps,
@@ -59,12 +59,16 @@ def read_training_progress(folder: RunFolder, final_speed: float | None, *, is_f
 def read_last_metrics_rows(attempts: list[RunFolder], size: int) -> Rows:
     """Return the metric rows in the last `size` bytes of the first attempt's metrics.jsonl.
 
-    Truncated and malformed rows are skipped. Returns an empty list if `attempts` is empty.
+    Truncated and malformed rows are skipped. If all rows are longer than `size`, at least SPEED_BYTES are read. Returns
+    an empty list if `attempts` is empty.
     """
-    rows = []
+    parsed = []
     for attempt in attempts[:1]:
-        rows = [parse_json(line) for line in read_end_of_file(attempt.metrics_file, size).splitlines()]
-    return [row for row in rows if is_row(row)]
+        parsed = [parse_json(line) for line in read_end_of_file(attempt.metrics_file, size).splitlines()]
+    rows = [row for row in parsed if is_row(row)]
+    if parsed and not rows and size < SPEED_BYTES:
+        return read_last_metrics_rows(attempts, SPEED_BYTES)
+    return rows
 
 
 def read_first_metrics_row(attempt: RunFolder) -> dict[str, Any] | None:
@@ -76,7 +80,7 @@ def read_first_metrics_row(attempt: RunFolder) -> dict[str, Any] | None:
 
 
 def measure_speed(rows: Rows) -> float:
-    """Return the samples per second over the last SPEED_STEPS training rows, excluding evaluations.
+    """Return the samples per second over the last SPEED_STEPS training rows, excluding evaluations and checkpoints.
 
     Returns 0 if there are fewer than two training rows.
     """
@@ -85,7 +89,7 @@ def measure_speed(rows: Rows) -> float:
         return 0.0
     durations = [to_finite_number(row.get("step_time")) for row in steps[1:]]
     seconds = sum(duration for duration in durations if duration is not None)
-    if None in durations:  # the rows of an older version
+    if None in durations:  # not all steps were timed
         seconds = steps[-1]["time"] - steps[0]["time"]
     samples = steps[-1]["samples"] - steps[0]["samples"]
     return float(samples / seconds) if seconds > 0 else 0.0

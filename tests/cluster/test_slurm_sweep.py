@@ -22,7 +22,10 @@ def list_runs(site: Site, name: str = "swept") -> list[RunFolder]:
 
 def write_sweep(site: Site, name: str = "swept", steps: int = STEPS, **grid: list[str]) -> Path:
     """Write a sweep, by default of six points; return its file. Its runs will be in the folder `name`."""
-    settings = site.format_settings_option(name, f"steps={steps}", "stages=1", "checkpoint.every_steps=50")
+    epochs = -(-steps // 900)  # an epoch has 937 steps
+    settings = site.format_settings_option(
+        name, f"steps={steps}", f"epochs={epochs}", "stages=1", "checkpoint.every_steps=50"
+    )
     sweep = {
         "experiment": "mnist_pipeline",
         "parallel": "3",

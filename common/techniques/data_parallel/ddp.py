@@ -161,7 +161,7 @@ class ReplicaState(LocalPart):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a PowerSGD state, and move its tensors to the device of the model.
 
-        Factors of another rank than `powersgd_rank` are not loaded; PowerSGD then starts with new factors.
+        Factors of another matrix rank than `powersgd_rank` are not loaded; PowerSGD then starts with new factors.
         """
         if self.powersgd is None or not state:
             return

@@ -35,7 +35,8 @@ class HasPipeline(Protocol):
 def check_schedule_of_config(settings: HasPipeline) -> None:
     """Raise UserError if the pipeline schedule of a config is invalid, or if other settings do not allow it."""
     pipeline = settings.make_pipeline_config()
-    if pipeline.engine != "own" or pipeline.stages == 1:  # a single stage needs no schedule
+    is_unused = pipeline.stages == 1 and pipeline.schedule in SCHEDULES
+    if pipeline.engine != "own" or is_unused:
         return
     kinds: set[str] = set()
     for actions in make_schedule(pipeline):

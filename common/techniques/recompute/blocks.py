@@ -107,7 +107,7 @@ def list_blocks(network: nn.Module) -> list[nn.Module]:
     They are the elements of its attribute `blocks` or, for an nn.Sequential, its children that contain other layers.
     """
     blocks: Any = getattr(network, "blocks", None)
-    if isinstance(blocks, nn.ModuleList | list | tuple):
+    if isinstance(blocks, nn.ModuleList | nn.Sequential | list | tuple):
         return [block for block in blocks if isinstance(block, nn.Module)]
     if isinstance(network, nn.Sequential):
         return [layer for layer in network if list(layer.children())]

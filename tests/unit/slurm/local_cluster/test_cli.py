@@ -175,7 +175,9 @@ def test_up_does_not_change_a_running_cluster(running: RunningCluster) -> None:
         assert run_up(*options).stdout == "cluster local is already up\n"
     process = run_up("--nodes=2", status=2)
     assert process.stderr == "error: cluster local is already up with NODES=3; stop it first: make cluster-down\n"
-    assert "is already up without --cpus=7; stop it first: make cluster-down" in run_up("--cpus=7", status=2).stderr
+    for option, text in (("--cpus=7", "--cpus=7"), ("--db=1", "DB=1"), ("--conf=KillWait=5", "--conf=KillWait=5")):
+        message = f"is already up without {text}; stop it first: make cluster-down"
+        assert message in run_up(option, status=2).stderr
     assert running.first_process.poll() is None
 
 

@@ -32,6 +32,9 @@ def test_a_run_whose_job_cannot_be_canceled_can_be_canceled_later(fake: FakeSlur
     fake.define_command("scancel", "echo 'scancel: error: Unable to contact slurm controller' >&2; exit 1")
     call_slurm(fake, "cancel", str(folder.path), status=2)
     assert not folder.result
+    fake.define_command("scancel", "echo 'scancel: error: Invalid job id 4711' >&2; exit 1")  # the job has just ended
+    assert call_slurm(fake, "cancel", str(folder.path)).stdout == "\n"
+    (folder.path / "result.json").unlink()
     fake.define_command("scancel", "exit 0")
     assert call_slurm(fake, "cancel", str(folder.path)).stdout == "canceled job 4711\n"
 

@@ -43,4 +43,5 @@ def test_the_loss_of_a_long_row_is_found(tmp_path: Path) -> None:
     attempt = RunFolder(tmp_path).claim_attempt()
     attempt.record_parent_attempt(None, 0)
     write_rows(attempt, make_rows(1, 4, 0.0, **{f"value{number}": 0.123456789 for number in range(300)}))
-    assert read_training_progress(RunFolder(tmp_path), 16.0, is_finished=True).loss == 0.25
+    progress = read_training_progress(RunFolder(tmp_path), 16.0, is_finished=True)
+    assert (progress.step, progress.loss) == (4, 0.25)
