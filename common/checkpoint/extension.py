@@ -65,11 +65,11 @@ def check_resume(folder: RunFolder, cfg: Experiment) -> None:
 def check_requested_epochs(folder: RunFolder, cfg: Experiment, newest: storage.Manifest) -> None:
     """Raise UserError if a config has fewer epochs than the run has completed or begun."""
     epoch = newest.facts.get("epoch", 0)
-    begun = epoch + 1 if newest.facts.get("position", 0) else epoch
-    if isinstance(cfg, TrainingExperiment) and cfg.epochs < begun:
+    epochs_begun = epoch + 1 if newest.facts.get("position", 0) else epoch
+    if isinstance(cfg, TrainingExperiment) and cfg.epochs < epochs_begun:
         raise UserError(
-            f"epochs={cfg.epochs} is less than the {begun} epochs that {folder.path.name} has begun; "
-            f"use epochs={begun} or more, or start a new run"
+            f"epochs={cfg.epochs} is less than the {epochs_begun} epochs that {folder.path.name} has begun; "
+            f"use epochs={epochs_begun} or more, or start a new run"
         )
 
 

@@ -276,6 +276,7 @@ def test_a_cancelled_run_needs_no_cause(tmp_path: Path) -> None:
     assert "is CANCELLED: stopped by Ctrl-C\n" in report
     assert "likely cause" not in report
     assert f"continue with  make exp RESUME={folder.path} (no checkpoint found; the run restarts" in report
+    assert json.loads(doctor(f"--run={folder.path}", "--json=1"))["state"] == "cancelled"
 
 
 def test_a_slow_rank_of_a_finished_run_is_a_note(tmp_path: Path) -> None:

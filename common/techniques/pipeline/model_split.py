@@ -56,15 +56,15 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
 
 def check_separate_parameters(stages: Sequence[nn.Module]) -> None:
     """Raise UserError if stages share a parameter, because each rank would train a copy of it."""
-    seen: set[nn.Parameter] = set()
+    parameters_of_earlier_stages: set[nn.Parameter] = set()
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if parameter in seen:
+            if parameter in parameters_of_earlier_stages:
                 raise UserError(
                     f"layers of different stages share the parameter {name}; set split so that these layers are in one "
                     "stage, or create separate parameters"
                 )
-        seen.update(stage.parameters())
+        parameters_of_earlier_stages.update(stage.parameters())
 
 
 def choose_partition(cfg: PipelineConfig, model: nn.Sequential, sample: Tensor, run: RunContext) -> list[str]:

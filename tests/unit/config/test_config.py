@@ -99,6 +99,11 @@ def test_settings_that_do_not_fit_together_are_refused(arguments: str, message: 
         load_config(Config, arguments.split(), {})
 
 
+def test_an_elastic_run_cannot_have_ranks_on_gpus() -> None:
+    with pytest.raises(UserError, match=r"elastic=true is not available on GPUs, .*; omit launch\.mixed=true"):
+        load_config(DataParallelConfig, ["elastic=true", "launch.mixed=true"], {})
+
+
 def test_a_setting_that_loses_its_effect_is_refused(tmp_path: Path) -> None:
     """For example, if a run with communication=powersgd is repeated with another communication."""
     run = create_run(tmp_path, load_config(DataParallelConfig, ["communication=powersgd", "powersgd_rank=3"], {}))

@@ -163,6 +163,9 @@ def test_blocks_are_residual_blocks_or_children_with_layers() -> None:
     sequential: Any = build_sequential()
     assert list_blocks(sequential) == [sequential[2], sequential[3]]
     assert len(list_blocks(Residual())) == 2
+    network = nn.Module()
+    network.blocks = sequential
+    assert list_blocks(network) == list(sequential)
 
 
 WITHOUT_BLOCKS = {"leaves": nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "module": Scaled(), "empty": nn.Sequential()}
