@@ -6,7 +6,9 @@ SHELL := /bin/sh
 PYTHON ?= python3
 override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 $(foreach v,$(filter-out GIVEN,$(GIVEN)) PYTHON,$(eval override $v := $$(value $v)))
-export GIVEN MAKECMDGOALS PYTHON $(GIVEN)
+# MAKECMDGOALS itself must not be exported: a make that a command starts would take the goals of this one for its own.
+override GOALS := $(MAKECMDGOALS)
+export GIVEN GOALS PYTHON $(GIVEN)
 override given = $(if $(filter $1,$(GIVEN)),"$$$1")
 override PY := .venv/bin/python
 override READY := .venv/.ready

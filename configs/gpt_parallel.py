@@ -245,7 +245,8 @@ class Config(TrainingExperiment):
     """Numeric precision of matrix products. bf16 uses autocast with parameters in float32."""
     accumulate: int = at_least(1, 1)
     """Number of microbatches per optimizer step, which overlap if there are stages. `batch` is the number of samples of
-    a step over all ranks."""
+    a step over all ranks. At the end of an epoch, only a partial microbatch is dropped, so that the last step of the
+    epoch may have fewer microbatches."""
     masked: float = between(0, 0.95, 0)
     """Fraction of the target tokens that are drawn at random and do not count in the loss, as in a training on answers
     only. Samples, ranks and microbatches then have different numbers of valid tokens. An evaluation counts all

@@ -222,7 +222,7 @@ def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
 
     Raises UserError for an unknown variable.
     """
-    check_make_variables(environ.get("MAKECMDGOALS", "").split() or [target], environ)
+    check_make_variables(environ.get("GOALS", "").split() or [target], environ)
     given_names = environ.get("GIVEN", "").split()
     arguments = [target]
     if target.startswith("cluster-"):
@@ -242,7 +242,7 @@ def translate_target(target: str, environ: Mapping[str, str]) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Execute a verb and return its exit status. Raises UserError."""
     if arguments[:2] == ["--make", "--check"]:
-        check_make_variables(os.environ.get("MAKECMDGOALS", "").split(), os.environ)
+        check_make_variables(os.environ.get("GOALS", "").split(), os.environ)
         return 0
     if arguments[:1] == ["--make"]:
         arguments = translate_target(arguments[1], os.environ)

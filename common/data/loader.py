@@ -83,8 +83,9 @@ class Loader:
 
     def __post_init__(self) -> None:
         if len(self.data) < self.batch and self.drop_last:
+            part = "microbatch" if self.microbatches else "batch"
             raise UserError(
-                f"the training set has {len(self.data)} samples, fewer than one batch of {self.batch}; lower batch"
+                f"the training set has {len(self.data)} samples, fewer than one {part} of {self.batch}; lower batch"
             )
         rank, ranks = self.shard
         if not self.weights and self.batch % ranks:

@@ -33,6 +33,17 @@ def read_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
         return []
 
 
+def list_remaining_ranks(attempt: RunFolder) -> list[int] | None:
+    """Return the ranks of an attempt after its last rank change.
+
+    Returns None if the ranks have not changed or the file is damaged.
+    """
+    try:
+        return [int(rank) for rank in read_rank_changes(attempt)[-1]["ranks"]]
+    except (TypeError, ValueError, LookupError):
+        return None
+
+
 def read_earlier_rank_changes(attempt: RunFolder) -> list[dict[str, Any]]:
     """Read the rank changes of all earlier attempts, and add the attempt number to each change.
 

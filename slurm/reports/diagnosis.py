@@ -210,7 +210,9 @@ def diagnose_running_run(ranks: list[RankFacts], last_step: int, max_silence: fl
     """Return whether a running run hangs, has a slow rank, or has no problem.
 
     A run hangs if no rank has shown a sign of life for `max_silence` seconds. A run without ranks has just started.
+    Ranks that an elastic run has lost are ignored.
     """
+    ranks = [rank for rank in ranks if not rank.heartbeat.is_lost]
     if not ranks or min(rank.age for rank in ranks) < max_silence:
         return describe_slow_rank([rank.heartbeat for rank in ranks]) or NO_PROBLEM
     behind = min(ranks, key=lambda rank: (rank.heartbeat.step, rank.last_sign))

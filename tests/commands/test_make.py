@@ -236,6 +236,12 @@ def test_make_verify_executes_every_folder_of_make_test_all() -> None:
     assert tuple(further_folders.split()) == FURTHER_FOLDERS
 
 
+def test_a_make_that_a_target_starts_accepts_the_settings_of_its_own_target(place: Path) -> None:
+    start_make = 'if [ "$2" = tests.harness.verification.verify ]; then exec make status ALL=1; fi'
+    write_script(place / ".venv/bin/python", f'{start_make}\nPYTHONPATH="{ROOT}" exec "{sys.executable}" "$@"')
+    assert "heartbeat" in make(place, "verify").stdout
+
+
 @pytest.mark.slow
 def test_tests_are_selected_by_quoted_arguments(place: Path) -> None:
     write_script(place / ".venv/bin/python", f'PYTHONPATH="{ROOT}" exec "{sys.executable}" "$@" --numprocesses 0')
