@@ -53,6 +53,7 @@ LAUNCH = Setting(
 )
 CLUSTER = Setting("CLUSTER", "--cluster", "cluster profile: name of a file in configs/cluster/ (default: default)")
 FOLLOW = Setting("FOLLOW", "--follow", "1: print the log of rank 0 until the run ends")
+FOLLOW_SWEEP = Setting("FOLLOW", "--follow", "1: print every change of a point's state until all points have ended")
 DRY_RUN = Setting("DRY_RUN", "--dry-run", "1: print the actions without performing them")
 ALL = Setting("ALL", "--all", "1: include archived runs")
 JSON = Setting("JSON", "--json", "1: print JSON for other programs")
@@ -68,6 +69,7 @@ CHOICE = (
     ),
 )
 SWEEP = Setting("SWEEP", "--sweep", "name or folder of a sweep: select the runs of this sweep")
+SELECTIONS = (*CHOICE, SWEEP)
 CLUSTER_NAME = Setting("NAME", "--name", "name of the local cluster (default: local)")
 
 VERBS = {
@@ -97,7 +99,7 @@ VERBS = {
         Setting("RANKS", "--ranks", "number of ranks of each strategy"),
         Setting("ROUNDS", "--rounds", "number of runs of each strategy (default: 1)"),
         Setting("FAILED", "--failed", "1: run the failed points again with the current source code"),
-        FOLLOW, DRY_RUN)),
+        FOLLOW_SWEEP, DRY_RUN)),
     "doctor": Verb("slurm.reports.doctor", "check all hosts before a long job, or find out why a run failed or hangs", (
         NODES, Setting("ARGS", "--args", "settings of the job: runs, data.cache, launch.mixed, and cluster.key=value"),
         LAUNCH, CLUSTER, Setting("RUN", "--run", "run to diagnose; without a run, hosts are checked"), JSON)),
@@ -171,10 +173,25 @@ def add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
         parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help=setting.help)
     elif setting.option.startswith("--"):
         # These settings may be omitted, but an empty value has a meaning or is an error.
-        default = None if setting.option in ("--run", "--resume", "--text") else ""
+        is_omitted_if_none = setting.option in ("--run", "--resume", "--text") or setting in SELECTIONS
+        default = None if is_omitted_if_none else ""
         parser.add_argument(setting.option, default=default, metavar=metavar, help=setting.help)
     else:
         parser.add_argument(setting.option, nargs="?", default="", metavar=metavar, help=setting.help)
+
+
+def refuse_empty_selections(args: argparse.Namespace) -> None:
+    """Raise UserError if a setting that selects runs is empty, because the verb would then apply to all runs.
+
+    A setting that was omitted becomes an empty string.
+    """
+    for setting in SELECTIONS:
+        if setting not in VERBS[args.verb].settings:
+            continue
+        name = setting.option.removeprefix("--")
+        if getattr(args, name) == "":
+            raise UserError(f"{setting.variable} is empty; omit {setting.variable}, or set it to select runs")
+        setattr(args, name, getattr(args, name) or "")
 
 
 def accept_old_spellings(args: argparse.Namespace) -> None:
@@ -252,6 +269,7 @@ def main(arguments: list[str]) -> int:
         cli.main(arguments[1:])
         return 0
     args = make_parser().parse_args(arguments)
+    refuse_empty_selections(args)
     accept_old_spellings(args)
     return int(importlib.import_module(VERBS[args.verb].module).main(args))
 

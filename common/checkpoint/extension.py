@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping
 
 from common.checkpoint import permissions, storage
@@ -11,7 +12,8 @@ from common.runs.folder import MODEL_FACTS_FILE, RunFolder, read_json
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.dataparallel import RanksPerNode
-from configs.shared import Experiment, TrainingExperiment
+from configs.fields import find_group
+from configs.shared import Experiment, InitialWeights, TrainingExperiment
 
 
 def read_step_counts(folder: RunFolder) -> tuple[int, int]:
@@ -52,6 +54,7 @@ def check_resume(folder: RunFolder, cfg: Experiment) -> None:
     newest = read_newest_manifest(folder)
     if newest is None:
         return
+    check_unchanged_weights(folder, cfg)
     if 0 < cfg.steps < newest.step:
         raise UserError(
             f"steps={cfg.steps} is less than the {newest.step} steps that {folder.path.name} has completed; "
@@ -60,6 +63,18 @@ def check_resume(folder: RunFolder, cfg: Experiment) -> None:
     check_requested_epochs(folder, cfg, newest)
     if isinstance(cfg, TrainingExperiment) and cfg.ranks_have_separate_models:
         check_number_of_ranks(newest.processes, cfg.processes)
+
+
+def check_unchanged_weights(folder: RunFolder, cfg: Experiment) -> None:
+    """Raise UserError if a config has other initial weights than the run, which resumes from a checkpoint."""
+    initial = find_group(cfg, InitialWeights)
+    if initial is None:
+        return
+    stored = config.read_settings(folder.path).get("weights", InitialWeights.weights)
+    _, used = changed_settings.read_last_changes(folder.path).get("weights", (stored, stored))
+    if initial.weights != used:
+        problem = f"weights={initial.weights} has no effect, because the run resumes from a checkpoint"
+        raise UserError(f"{problem}; omit weights, or start a new run")
 
 
 def check_requested_epochs(folder: RunFolder, cfg: Experiment, newest: storage.Manifest) -> None:
@@ -151,7 +166,9 @@ def check_unchanged_settings(folder: RunFolder, cfg: Experiment) -> None:
     if ineffective:
         remedy = "start a new run"
         if isinstance(cfg, TrainingExperiment):
-            remedy = f"increase steps or epochs, or {remedy}"
+            has_model = read_step_counts(folder) != (0, 0)
+            extension = "increase steps or epochs" if has_model else f"restore {MODEL_FACTS_FILE} to extend the run"
+            remedy = f"{extension}, or {remedy}"
         problem = f"{changed_settings.describe_changes(ineffective)} has no effect"
         raise UserError(f"{folder.path.name} is finished: {problem}; {remedy}")
 
@@ -174,4 +191,4 @@ def explain_finished_run(folder: RunFolder, cfg: Experiment) -> str:
     settings = [f"steps={2 * steps}"] if cfg.steps else []
     if not cfg.steps or cfg.epochs * epoch_steps < 2 * steps:
         settings.append(f"epochs={cfg.epochs + 1}")
-    return f'{message}\nto extend it: make exp RESUME={folder.path.name} ARGS="{" ".join(settings)}"'
+    return f'{message}\nto extend it: make exp RESUME={shlex.quote(folder.reference)} ARGS="{" ".join(settings)}"'

@@ -66,6 +66,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             raise UserError(f"{name}={text!r}: line breaks and control characters are not allowed")
         else:
             values[name] = text
+    if len(paths) > 1:
+        raise UserError("--config and --resume exclude each other; a resumed run has its own settings")
     return CommandLine(show_help, print_config, paths.get("--config"), paths.get("--resume"), values)
 
 

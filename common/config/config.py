@@ -118,7 +118,8 @@ def check_settings_file(schema: type[Experiment], file: Path) -> None:
     try:
         parse_values(schema, drop_training_keys(schema, values))
     except UserError as error:
-        raise UserError(f"correct {file}: {error}") from None
+        remedy = f"correct {file}, or use the version of the project that wrote it"
+        raise UserError(f"{remedy}: {error}") from None
 
 
 def list_settings_files(run: Path) -> list[Path]:

@@ -15,6 +15,7 @@ import inspect
 import itertools
 import math
 import operator
+import os
 import re
 import textwrap
 import typing
@@ -253,7 +254,7 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         return number
     if "check_text" in key.metadata:
         key.metadata["check_text"](text)
-    return text
+    return os.path.expanduser(text) if key.metadata.get("is_path") else text  # noqa: PTH111 (accepts unknown users)
 
 
 def reject_unused_keys(settings: object) -> None:

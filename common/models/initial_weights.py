@@ -26,7 +26,10 @@ def find_initial_weights(text: str, runs: Path) -> Path:
     """
     name = Path(text).name  # the settings of a job contain an absolute path instead of a run id
     is_short_id = len(name) == SHORT_ID_LENGTH and name.isalnum()
-    short_id_matches = runs.glob(f"*-{name}") if is_short_id else ()
+    short_id_matches = sorted(runs.glob(f"*-{name}")) if is_short_id else []
+    if len(short_id_matches) > 1:
+        matches = " and ".join(path.name for path in short_id_matches)
+        raise UserError(f"weights={text} is ambiguous: the ids {matches} end with {name}; write the full id")
     for path in (Path(text), runs / name, *short_id_matches):
         if path.exists():
             return path

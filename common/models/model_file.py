@@ -113,7 +113,8 @@ def explain_missing_model(folder: RunFolder) -> str:
         )
     if not folder.result.get("scores"):
         return f": {folder.experiment} does not train a model; use another run"
-    return f": the run is from an older version of this project; resume it with make exp RESUME={folder.path.name}"
+    problem = "its model was deleted or could not be written"
+    return f": {problem}; start a new run, whose initial weights can be a checkpoint: weights=CHECKPOINT_FOLDER"
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:

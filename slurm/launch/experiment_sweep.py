@@ -36,7 +36,6 @@ from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_REFUSED
 from common.system.output import discard_unwritable_output
 from common.system.signals import STOPPED_STATUSES
-from common.system.text import read_end_of_file
 from common.training import attempt
 from configs.shared import Experiment
 from configs.sweeps import Bars, RunRow, Summary, SweepGrid
@@ -87,11 +86,7 @@ class ResultTable:
         removed. The error that the run printed is then raised as a UserError.
         """
         if status == EXIT_REFUSED and not folder.result and not folder.list_attempts():
-            log = read_end_of_file(folder.path / "screen.log")
-            shutil.rmtree(folder.path)
-            self.sweep.forget_run(point)
-            self.sweep.save()
-            raise UserError(log.rpartition("error: ")[2].strip())
+            raise UserError(self.sweep.remove_refused_run(point, folder))
         parsed = result.parse_result(folder.result)
         row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
         row["exit_status"] = folder.result.get("exit_status")

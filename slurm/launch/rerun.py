@@ -52,7 +52,7 @@ Comparisons = Iterator[tuple[str, Any, Any]]
 
 def find_repeatable_run(run: str) -> RunFolder:
     """Return the folder of a run that has ended and can be repeated. Raises UserError."""
-    folder = selection.find_run(run, Path("runs"))
+    folder = selection.find_run_of_experiment(run, Path("runs"))
     state, _ = status.read_state(folder)
     if state not in status.FINAL_STATES:
         raise UserError(f"{folder.path.name} is {state}; wait until the run has ended (make status RUN={run} WAIT=600)")

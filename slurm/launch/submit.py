@@ -138,7 +138,7 @@ def find_resumable_run(run: str, name: str) -> RunFolder:
     """
     if not run:
         raise UserError("RESUME is empty; set RESUME=<id>, or omit RESUME to start a new run")
-    folder = selection.find_run(run, Path("runs"))
+    folder = selection.find_run_of_experiment(run, Path("runs"))
     state, _ = status.read_state(folder)
     if name and name != folder.experiment:
         raise UserError(f"RESUME={shlex.quote(run)} is a run of {folder.experiment}, not of {name}; omit NAME")
@@ -272,6 +272,8 @@ def check_source_knows_settings(folder: RunFolder, arguments: list[str]) -> None
 def print_dry_run(name: str, settings: Experiment, profile: Profile, resumed: RunFolder | None, launch: str) -> None:
     """Print the job script and settings of a submission without creating a run folder. Raises UserError."""
     scheduler = choose_scheduler(launch)
+    if scheduler is not None:
+        check_step_timeout(settings, profile)
     with tempfile.TemporaryDirectory() as scratch:
         text = make_run_executor(RunFolder(Path(scratch)), name, settings, profile, None).make_job_script()
     print(text.replace(scratch, str(resumed.path) if resumed else f"{settings.runs}/{name}-<time>-<id>"))
@@ -298,8 +300,8 @@ def load_checked_settings(name: str, arguments: list[str], resumed: RunFolder | 
 
 def exec_sweep(name: str, arguments: list[str], launch: str) -> None:
     """Replace this process with a program that runs the sweep of an experiment here. Raises UserError."""
-    if launch.partition(":")[0] == "slurm":
-        raise UserError("sweep=true executes all runs on this machine; omit LAUNCH=slurm, or use make sweep")
+    if launch not in ("", "auto", "local"):
+        raise UserError(f"sweep=true executes all runs on this machine; omit LAUNCH={launch}, or use make sweep")
     command = [sys.executable, "-m", "slurm.launch.experiment_sweep", name, *arguments]
     os.execve(sys.executable, command, dict(os.environ))
 
@@ -312,6 +314,8 @@ def main(args: argparse.Namespace) -> int:
     if parse_command_line(arguments).resume is not None:
         raise UserError("--resume is not allowed in ARGS; use make exp RESUME=<id>")
     if args.nodes:
+        if "launch.nodes" in parse_command_line(arguments).values:
+            raise UserError("NODES and launch.nodes in ARGS set the same number; omit one of them")
         arguments.append(f"launch.nodes={parse_count('NODES', args.nodes)}")
     if resumed:
         arguments = ["--resume", str(resumed.path), *arguments]
@@ -321,7 +325,6 @@ def main(args: argparse.Namespace) -> int:
 
     settings = load_checked_settings(name, arguments, resumed)
     profile = sbatch.load_profile(args.cluster or "default", profile_arguments)
-    check_step_timeout(settings, profile)
     if strict and provenance.has_uncommitted_changes():
         raise UserError("STRICT=1 requires a checkout without uncommitted changes; commit them, or omit STRICT")
     if resumed and resumed.result.get("state") == "finished" and not extension.config_adds_steps(resumed, settings):
@@ -341,6 +344,7 @@ def main(args: argparse.Namespace) -> int:
             check_run_has_ended(resumed, settings)  # another command may have started the run
         exec_script(name, settings, arguments, resumed)
         return 0
+    check_step_timeout(settings, profile)
     if resumed:
         check_source_knows_settings(resumed, arguments)
     elastic = get_enabled_elastic_settings(settings)

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from common.config import config, yaml_values
 from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import RunTakenError, UserError
+from common.system.exit_status import EXIT_REFUSED
 from common.system.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.system.text import format_count
 from configs.dataparallel import RanksPerNode, get_enabled_elastic_settings
@@ -184,7 +184,7 @@ def follow_sweep(sweep: SweepFolder) -> int:
                 return 0 if all(state in ("FINISHED", REFUSED) for state in states.values()) else 1
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        print(f"\nstopped following; the jobs continue. To compare them, use make compare SWEEP={sweep.plan.name}")
+        print(f"\nstopped following; the jobs continue. To compare them, use {sweep.compare_command}")
         return 128 + signal.SIGINT
 
 
@@ -311,6 +311,8 @@ def run_points_locally(
                     is_estimated = True
                 if on_end is not None:
                     on_end(run.point, folder, process.returncode)
+                elif state == "MISSING" and process.returncode == EXIT_REFUSED:
+                    print(f"             {sweep.remove_refused_run(run.point, folder)}", flush=True)
             time.sleep(0.1)
     if stopped_status:
         return stopped_status
@@ -333,7 +335,7 @@ def print_sweep_summary(sweep: SweepFolder, states: dict[str, str], number_to_ru
     counts = [f"{count} {state.lower()}" for state, count in Counter(states.values()).items()]
     size = format_count(len(plan.points), "point")
     print(f"sweep {plan.name}: {size} of {plan.experiment} ({', '.join(counts)}); {number_to_run} to run now")
-    print(f"  folder   {sweep.path}\n  compare  make compare SWEEP={shlex.quote(plan.name)}", flush=True)
+    print(f"  folder   {sweep.path}\n  compare  {sweep.compare_command}", flush=True)
 
 
 def read_plan(args: argparse.Namespace, overrides: list[str], *, runs_here: bool) -> SweepPlan:

@@ -242,7 +242,7 @@ def make_point(
             cell = cell | {"seed": str(settings.seed)}
         if is_sweep(settings):
             raise UserError("sweep=true would start another sweep; omit sweep")
-        if settings.runs != common_settings.get("runs", settings.runs):
+        if "runs" in cell:
             raise UserError("runs must be the same for all points; set it under settings")
         custom_code.check_custom_settings(settings)
         initial_weights.check_weights_of_config(settings)

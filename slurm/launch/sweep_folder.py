@@ -15,6 +15,7 @@ from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors, write_json
 from common.system.errors import UserError
 from common.system.exit_status import EXIT_REFUSED
+from common.system.text import read_end_of_file
 from slurm.launch import sweep_file
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
 from slurm.reports import selection, status
@@ -37,6 +38,12 @@ class SweepFolder:
         check_same_sweep(content, plan)
         for cell in content.get("cells", []):
             self.cells[sweep_file.make_point_key(cell["values"], cell.get("repeat", 0))] = cell
+
+    @property
+    def compare_command(self) -> str:
+        """Command that compares the runs of the sweep. Only sweeps in ./runs can be named without a path."""
+        is_default = self.runs.absolute() == Path("runs").absolute()
+        return f"make compare SWEEP={shlex.quote(self.plan.name if is_default else str(self.path))}"
 
     def find_run_folder(self, point: SweepPoint) -> RunFolder | None:
         """Return the run folder of a point, or None if no run of the point has been started."""
@@ -77,6 +84,14 @@ class SweepFolder:
         if cell.get("earlier"):
             *earlier, run = cell["earlier"]
             self.cells[point.key] = cell | {"run": run, "earlier": earlier}
+
+    def remove_refused_run(self, point: SweepPoint, folder: RunFolder) -> str:
+        """Delete the folder of a run that was refused before its first attempt. Return the error that it printed."""
+        log = read_end_of_file(folder.path / "screen.log")
+        shutil.rmtree(folder.path)
+        self.forget_run(point)
+        self.save()
+        return log.rpartition("error: ")[2].strip()
 
     def save(self) -> None:
         order = {point.key: number for number, point in enumerate(self.plan.points)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import time
@@ -46,20 +45,35 @@ def cancel_run(folder: RunFolder) -> str:
 
     lines = []
     for process in processes:
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(process["pid"], signal.SIGTERM)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            if not lines:
+                withdraw_result(folder, written)
+            raise UserError(f"process {process['pid']} belongs to another user; that user can cancel the run") from None
         lines.append(f"canceled process {process['pid']}; the process will save a checkpoint and stop")
     if job:
         try:
             for line in cancel_jobs(folder, meta):
                 lines.append(line)
         except UserError:
-            if not lines and folder.result == written:  # the job continues, and `make cancel` can be repeated
-                (folder.path / "result.json").unlink()
+            if not lines:
+                withdraw_result(folder, written)
             raise
         if folder.result.get("state") == "cancelled":
             provenance.record_attempt_end(folder, "cancelled")
     return "\n".join(lines)
+
+
+def withdraw_result(folder: RunFolder, written: Mapping[str, Any]) -> None:
+    """Delete the result of a run that continues, so that `make cancel` can be repeated.
+
+    `written` is the result that `make cancel` wrote. Another result is kept.
+    """
+    if folder.result == written:
+        (folder.path / "result.json").unlink()
 
 
 def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> Iterator[str]:

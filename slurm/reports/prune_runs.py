@@ -117,14 +117,23 @@ def parse_delete_switch(delete: str, dry_run: str) -> bool:
     return False
 
 
+def format_deletion_command(args: argparse.Namespace) -> str:
+    """Return the command that deletes the files that a command with these arguments lists."""
+    filters = {"RUNS": args.runs, "NAME": args.name, "LAST": args.last, "WHERE": args.where}
+    command = "make prune-runs"
+    if args.runs_folder:  # make has no variable for this folder
+        command = f"python -m slurm prune-runs --runs-folder={shlex.quote(args.runs_folder)}"
+        filters = {f"--{name.lower()}": value for name, value in filters.items()}
+    words = [f"{name}={shlex.quote(value)}" for name, value in filters.items() if value]
+    return " ".join([command, *words, "--delete=1" if args.runs_folder else "DELETE=1"])
+
+
 def main(args: argparse.Namespace) -> int:
     """List or delete files that ended runs no longer need, and return the exit status."""
     delete = parse_delete_switch(args.delete, args.dry_run)
     criteria = RunFilter.from_arguments(args)
     folders = selection.select_runs(criteria, Path(args.runs_folder or "runs"), newest=0)
     total = remove_superfluous_files(folders, bool(args.runs), delete)
-    filters = {"RUNS": args.runs, "NAME": args.name, "LAST": args.last, "WHERE": args.where}
-    words = [f"{name}={shlex.quote(value)} " for name, value in filters.items() if value]
-    preview = f"would be freed; to delete the files: make prune-runs {''.join(words)}DELETE=1"
+    preview = f"would be freed; to delete the files: {format_deletion_command(args)}"
     print(f"{total / 1e6:.1f} MB {'freed' if delete else preview}")
     return 0

@@ -72,7 +72,7 @@ def load_newest_model(folder: RunFolder) -> nn.Module:
 
 def main(args: argparse.Namespace) -> int:
     """Print a sampled text, and return the exit status. Raises UserError for invalid arguments."""
-    folder = selection.find_run(args.run, Path("runs"))
+    folder = selection.find_run_of_experiment(args.run, Path("runs"))
     temperature = parse_temperature(args.temperature)
     top_k = parse_count("TOP_K", args.top_k) if args.top_k else 0
     seed = parse_count("SEED", args.seed, minimum=0) if args.seed else 0

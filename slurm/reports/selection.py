@@ -81,6 +81,15 @@ def find_run(name: str, runs: Path) -> RunFolder:
     raise UserError(f"{name!r}: no such run folder in {runs}; {remedies}")
 
 
+def find_run_of_experiment(name: str, runs: Path) -> RunFolder:
+    """Find a run folder as `find_run` does, and check that its name contains the experiment. Raises UserError."""
+    folder = find_run(name, runs)
+    if not re.fullmatch(r".+-\d{8}-\d{6}-[0-9a-f]{4}", folder.path.name):
+        form = "<experiment>-<date>-<time>-<id>"
+        raise UserError(f"{folder.path} was renamed, so its experiment is unknown; restore its name, {form}")
+    return folder
+
+
 def list_entries(folder: Path) -> list[str]:
     """Return the names of the entries of a folder, or an empty list if it cannot be read."""
     try:

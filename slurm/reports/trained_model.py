@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,11 +223,13 @@ def export_model(folder: RunFolder, form: str) -> int:
     from common.models import model_file
 
     if form == "safetensors":  # the file exists already, and reading it does not require the model class
-        model_file.read_model(folder)
+        facts, _ = model_file.read_model(folder)
+        warn_of_earlier_end(folder, facts["step"])
         print(f"{folder.path / MODEL_FILE}\n{folder.path / MODEL_FACTS_FILE}")
         return 0
 
     facts, model = model_file.load_model(folder)
+    warn_of_earlier_end(folder, facts["step"])
     path = folder.path / f"model.{FILE_SUFFIX[form]}"
     # Write a draft first, so that an invalid export never replaces an earlier one.
     draft = path.with_name(f".new.{os.getpid()}.{path.name}")
@@ -241,6 +244,13 @@ def export_model(folder: RunFolder, form: str) -> int:
     check = "checked: the outputs of the exported model differ from those of the run's model"
     print(f"{path}\n{check} by at most {difference:.2g} of the largest output")
     return 0
+
+
+def warn_of_earlier_end(folder: RunFolder, step: int) -> None:
+    """Print a note if the run was extended and has not finished again, so that its model is the one of `step`."""
+    if folder.result.get("state") != "finished":
+        end = f"this is the model of its earlier end, after step {step}"
+        print(f"note: {folder.path.name} was extended and has not finished; {end}", file=sys.stderr)
 
 
 def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, draft: Path, path: Path) -> float:
@@ -287,7 +297,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises UserError for invalid arguments, or if the run has no model.
     """
-    folder = selection.find_run(args.run, Path("runs"))
+    folder = selection.find_run_of_experiment(args.run, Path("runs"))
     if args.verb == "evaluate":
         arguments, profile_arguments = split_experiment_and_cluster_settings(args.args)
         if profile_arguments:

@@ -67,7 +67,7 @@ def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> Fi
     completed = subprocess.run(
         ["make", *arguments],
         cwd=place,
-        env=make_environment(**env),
+        env=make_environment(PYTEST_ADDOPTS="", **env),  # otherwise, it contains the TESTS of the outer make
         capture_output=True,
         text=True,
         errors="surrogateescape",
@@ -322,6 +322,25 @@ def test_an_invalid_number_of_nodes_is_refused_with_the_valid_ones(place: Path) 
 )
 def test_hostile_arguments_about_runs_are_refused(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:
     refused_inside(tmp_path, *(argument.replace("{}", text) for argument in arguments))
+
+
+def test_two_numbers_of_nodes_are_refused(place: Path) -> None:
+    assert "NODES and launch.nodes in ARGS set" in submitted(place, "--nodes=2", "--args=launch.nodes=4")
+
+
+def test_an_unknown_launch_starts_no_sweep(place: Path) -> None:
+    arguments = ("exp", "--launch=slrum", "--args=sweep=true", "--", "amp_accum")
+    assert "omit LAUNCH=slrum" in refused_inside(place, *arguments)
+
+
+def test_a_path_that_is_too_long_is_refused_without_a_traceback(place: Path) -> None:
+    error = submitted(place, f"--args=weights={'x' * 300}", name="ddp_multinode")
+    assert error.startswith("error: File name too long"), error
+
+
+def test_the_time_limit_of_a_step_is_compared_with_the_warning_of_jobs_only(place: Path) -> None:
+    arguments = ("exp", "--dry-run=1", "--launch=local", "--args=launch.step_timeout=300", "--", "mnist_pipeline")
+    in_process_calls.call_verb(*arguments, cwd=place)
 
 
 def test_missing_name_lists_the_experiments(place: Path) -> None:

@@ -52,7 +52,16 @@ def runs(tmp_path: Path) -> Path:
 def test_nothing_is_deleted_by_default(runs: Path) -> None:
     before = files(runs)
     completed = execute_verb("prune-runs", f"--runs-folder={runs}", status=0)
-    assert "3.0 MB would be freed; to delete the files: make prune-runs DELETE=1" in completed.stdout
+    command = f"python -m slurm prune-runs --runs-folder={runs} --delete=1"
+    assert f"3.0 MB would be freed; to delete the files: {command}" in completed.stdout
+    assert files(runs) == before
+
+
+@pytest.mark.parametrize("option", ["--runs=", "--name=", "--last=", "--where="])
+def test_an_empty_selection_deletes_nothing(runs: Path, option: str) -> None:
+    before = files(runs)
+    name = option.strip("-=").upper()
+    assert f"error: {name} is empty; omit {name}" in prune(runs, option, "--delete=1", status=2).stderr
     assert files(runs) == before
 
 
@@ -73,7 +82,8 @@ def test_only_superfluous_files_are_deleted(runs: Path, tmp_path: Path) -> None:
     assert files(failed) >= REMAINING_FILES | {"run-unsent.wandb"}
     assert "rank-0.pt" in files(running)
     assert "0.0 MB would be freed" in prune(runs).stdout
-    preview = prune(runs, f"--runs={failed.name}", "--last=2").stdout
+    arguments = ("prune-runs", f"--runs={failed.name}", "--last=2")
+    preview = in_process_calls.call_verb(*arguments, cwd=tmp_path).stdout
     assert f"make prune-runs RUNS={failed.name} LAST=2 DELETE=1" in preview
 
 

@@ -78,6 +78,7 @@ INVALID_FILES = {
     "points: [seed: 1]\nrepeats: 2": "repeats=2 cannot be combined with points that set seed",
     "points: [batch]": "points: expected `key: value`",
     "points: [runs: x]\nsettings: {runs: y}": "runs must be the same for all points",
+    "points: [runs: x, runs: y]": "runs must be the same for all points",
     "[]": "expected `key: value` lines, including experiment",
 }
 
@@ -274,6 +275,20 @@ def test_a_stop_signal_while_a_point_is_prepared_starts_no_run(
     status = 128 + signal.SIGTERM
     in_process_calls.call_verb("sweep", "--launch=local", "--", str(file), status=status)
     assert not list((tmp_path / "runs").glob("mnist_pipeline-*"))
+
+
+@pytest.mark.slow
+def test_a_point_that_its_run_refuses_is_missing_and_shows_the_error(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = write_grid(tmp_path, cache, points=[{"launch.device": "cuda"}])
+    completed = in_process_calls.call_verb("sweep", "--launch=local", "--", str(file), status=1)
+    assert "MISSING    launch.device=cuda" in completed.stdout
+    assert "launch.device=cuda: no GPU is visible" in completed.stdout
+    assert f"make compare SWEEP={tmp_path}/runs/sweeps/rates\n" in completed.stdout
+    assert not list((tmp_path / "runs").glob("mnist_pipeline-*"))
+    assert not read_cells(file)
 
 
 def test_a_point_that_is_still_stopping_is_skipped(

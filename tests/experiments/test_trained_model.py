@@ -176,6 +176,24 @@ def test_an_export_to_a_read_only_disk_names_the_disk(finished_copy: RunFolder) 
     assert not (finished_copy.path / "model.pt2").exists()
 
 
+def test_an_export_of_an_extended_run_that_stopped_names_the_step_of_the_model(finished_copy: RunFolder) -> None:
+    command = ("export", "--", str(finished_copy.path))
+    assert in_process_calls.call_verb(*command).stderr == ""
+    result = read_json(finished_copy.path / "result.json")
+    write_json(finished_copy.path / "result.json", result | {"state": "stopped"})
+    step = read_model_facts(finished_copy)["step"]
+    assert f"model of its earlier end, after step {step}" in in_process_calls.call_verb(*command).stderr
+
+
+def test_a_renamed_run_folder_is_refused_with_the_form_of_its_name(finished_copy: RunFolder) -> None:
+    renamed = finished_copy.path.rename(finished_copy.path.with_name("best"))
+    for verb in ("evaluate", "export", "sample", "rerun"):
+        error = in_process_calls.call_verb(verb, "--", str(renamed), status=2).stderr
+        assert f"error: {renamed} was renamed, so its experiment is unknown; restore its name, <exp" in error
+    error = in_process_calls.call_verb("exp", f"--resume={renamed}", status=2).stderr
+    assert "was renamed" in error
+
+
 def test_a_run_that_did_not_finish_has_no_model(finished_copy: RunFolder) -> None:
     path = finished_copy.path
     for name in ("model.safetensors", "model.json", "result.json"):
@@ -219,7 +237,7 @@ def test_a_finished_run_needs_more_steps_to_be_extended(finished_copy: RunFolder
     folder = finished_copy
     resume_command = ("exp", f"--resume={folder.path}", "--launch=local")
     for completed in (resume_run(REPLICATED_ENTRY, folder), in_process_calls.call_verb(*resume_command)):
-        assert f'make exp RESUME={folder.path.name} ARGS="steps=80"' in completed.stdout
+        assert f'make exp RESUME={folder.path} ARGS="steps=80"' in completed.stdout
     completed = resume_run(REPLICATED_ENTRY, folder, "steps=40")
     assert "is finished" in completed.stdout
 

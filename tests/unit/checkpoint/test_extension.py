@@ -18,8 +18,13 @@ from tests.harness.experiments.measurement_config import Measurement
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
 
+def write_config(folder: RunFolder) -> None:
+    (folder.path / "config.yaml").write_text(config.format_yaml(Config()))
+
+
 def test_an_unreadable_checkpoints_folder_is_refused(run: RunWithCheckpoints) -> None:
     """Its checkpoints cannot be found, so the run would restart from step 0."""
+    write_config(run.folder)
     run.save(1)
     checkpoints_folder = run.get_checkpoint(1).parent
     checkpoints_folder.chmod(0)
@@ -39,6 +44,7 @@ def test_a_finished_measurement_cannot_be_extended(tmp_path: Path) -> None:
 
 
 def test_fewer_epochs_than_the_run_has_begun_are_refused(run: RunWithCheckpoints) -> None:
+    write_config(run.folder)
     run.save(1)
     checkpoint = storage.list_resumable_checkpoints(run.folder)[0]
     facts = {"epoch": 2, "position": 5}
@@ -47,3 +53,19 @@ def test_fewer_epochs_than_the_run_has_begun_are_refused(run: RunWithCheckpoints
     with pytest.raises(UserError, match=r"epochs=2 is less than the 3 epochs that .* has begun; use epochs=3 or more"):
         extension.check_resume(run.folder, Config(epochs=2))
     extension.check_resume(run.folder, Config(epochs=3))
+
+
+def test_other_initial_weights_are_refused_if_the_run_resumes_from_a_checkpoint(run: RunWithCheckpoints) -> None:
+    write_config(run.folder)
+    changed = replace_values(Config(), {"weights": "best.pt"})
+    extension.check_resume(run.folder, changed)  # without a checkpoint, the run starts from these weights
+    run.save(1)
+    with pytest.raises(UserError, match=r"weights=best.pt has no effect, because the run resumes from a checkpoint"):
+        extension.check_resume(run.folder, changed)
+
+
+def test_a_finished_run_without_its_model_gets_a_remedy_that_works(tmp_path: Path) -> None:
+    write_config(RunFolder(tmp_path))
+    (tmp_path / "result.json").write_text('{"state": "finished"}')
+    with pytest.raises(UserError, match=r"has no effect; restore model.json to extend the run, or start a new run"):
+        extension.check_resume(RunFolder(tmp_path), Config(epochs=7))

@@ -135,6 +135,18 @@ def test_help_into_a_closed_pipe_ends_without_a_traceback(option: str) -> None:
     assert process.wait(WAIT_TIMEOUT) == 0
 
 
+def test_a_file_of_settings_and_a_run_to_resume_exclude_each_other(tmp_path: Path) -> None:
+    message = get_refusal("--config", str(tmp_path / "new.yaml"), "--resume", str(tmp_path))
+    assert "--config and --resume exclude each other" in message
+
+
+def test_a_path_may_start_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/user")
+    settings = load_config(Config, ["runs=~/runs", "data.cache=~nobody-here/x"], {})
+    assert settings.runs == "/home/user/runs"
+    assert settings.data.cache == "~nobody-here/x"
+
+
 INVALID_FILES = {
     "a: [1\n": "settings.yaml: not valid YAML at line 2, column 1 (",
     "batch: 1\nepochs: 1\nbatch: 2\n": "not valid YAML at line 3, column 1 (duplicate key 'batch'); correct the file",
@@ -156,10 +168,11 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     assert "none.yaml: configuration file not found; correct the path" in message
 
 
+REMEDY = "correct {file}, or use the version of the project that wrote it: "
 INVALID_SETTINGS_IN_FILES = {
-    "split: fc2]": "correct {file}: split=fc2]: expected a list such as [a,b]; allowed: list",
-    "optim.lr: fast": "correct {file}: optim.lr=fast: expected a decimal number; allowed: float from 0 to 100",
-    "splits: [fc2]": "correct {file}: unknown key splits; did you mean split?",
+    "split: fc2]": "split=fc2]: expected a list such as [a,b]; allowed: list",
+    "optim.lr: fast": "optim.lr=fast: expected a decimal number; allowed: float from 0 to 100",
+    "splits: [fc2]": "unknown key splits; did you mean split?",
 }
 
 
@@ -169,13 +182,13 @@ def test_an_invalid_setting_in_a_file_is_refused_with_the_name_of_the_file(
 ) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text(text)
-    assert get_refusal(f"--config={file}").startswith(message.format(file=file))
+    assert get_refusal(f"--config={file}").startswith(REMEDY.format(file=file) + message)
 
     run = create_run(tmp_path, Config())
     resolved_file = run / "resolved.yaml"
     resolved_file.write_text(text)
     for option in (f"--config={run / 'config.yaml'}", f"--resume={run}"):
-        assert get_refusal(option).startswith(message.format(file=resolved_file))
+        assert get_refusal(option).startswith(REMEDY.format(file=resolved_file) + message)
 
 
 def test_each_experiment_has_a_config_class() -> None:

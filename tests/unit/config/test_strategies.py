@@ -30,6 +30,7 @@ BASE_SETTINGS = {
 """Settings with which each setting of the table can have each of its values."""
 DRAWN_PAIRS = 30
 PAIRS_OF_OTHER_CHECKS = {
+    frozenset({"elastic.on", "launch.mixed"}),
     frozenset({"elastic.on", "shards"}),
     frozenset({"stages", "schedule"}),
     frozenset({"zero1", "processes_per_node"}),

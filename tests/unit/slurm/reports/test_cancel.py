@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from common.runs import claims
 from common.runs.folder import RunFolder, write_json
 from common.runs.result import Result
+from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.reports import cancel, status, wandb_sync
 from tests.harness.commands.processes import WAIT_TIMEOUT
@@ -51,6 +53,23 @@ def test_only_the_process_of_the_run_is_canceled(tmp_path: Path, waiting_process
 
     write_json(tmp_path / "meta.json", {"history": [record | {"pid_started": started}]})
     assert status.read_state(folder)[0] == "RUNNING"
+    cancel.cancel_run(folder)
+    assert waiting_process.wait(timeout=WAIT_TIMEOUT) == -signal.SIGTERM
+
+
+def test_the_process_of_another_user_continues_and_the_run_can_still_be_canceled(
+    tmp_path: Path, waiting_process: Popen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    write_json(tmp_path / "meta.json", {"history": [identify_process(waiting_process.pid)]})
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=r"process \d+ belongs to another user"):
+        patch.setattr(cancel.os, "kill", refuse)
+        cancel.cancel_run(folder)
+    assert not folder.result
     cancel.cancel_run(folder)
     assert waiting_process.wait(timeout=WAIT_TIMEOUT) == -signal.SIGTERM
 
