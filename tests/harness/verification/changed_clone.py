@@ -1,4 +1,4 @@
-"""Check a clone without a technique: lint, test collection, and a quarter of the unit tests.
+"""Check a clone without a technique: lint, test collection, and a tenth of the unit tests.
 
     python -m tests.harness.verification.changed_clone [--technique local_sgd]
 
@@ -32,7 +32,7 @@ PYTEST_COMMAND = (".venv/bin/python", "-m", "pytest")
 def list_checks(clone: Path) -> dict[str, tuple[str, ...]]:
     """Return the commands that check the clone. They are executed in parallel, because unit tests often wait."""
     files = sorted(str(file.relative_to(clone)) for file in (clone / "tests" / "unit").rglob("test_*.py"))
-    drawn_files = draw_cases("the unit tests of a changed clone", files, len(files) // 4)
+    drawn_files = draw_cases("the unit tests of a changed clone", files, len(files) // 10)
     # Without this option, pytest would also delete the folders of earlier test runs, which can take minutes.
     base_folder = ("--basetemp", str(clone.with_name("pytest")))
     return {
