@@ -21,12 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import yaml
 
-from common.config.changed_settings import (
-    Changes,
-    describe_changes,
-    read_changes_of_attempts,
-    read_last_changes,
-)
+from common.config.changed_settings import Changes, describe_changes, read_changes_of_attempts, read_last_changes
 from common.config.command_line import USAGE, parse_command_line, print_text
 from common.config.config_keys import (
     check_combinations,
@@ -212,10 +207,14 @@ def build_config_for_started_ranks(
 def import_schema(name: str) -> type[Experiment]:
     """Import and return the Config dataclass of the experiment with this name.
 
-    Raises UserError if a config class is not frozen.
+    Raises UserError if the experiment does not exist or a config class is not frozen.
     """
     try:
         return importlib.import_module(f"configs.{name}").Config
+    except ModuleNotFoundError as error:
+        if error.name != f"configs.{name}":
+            raise
+        raise UserError(f"no experiment {name} in {ROOT}; use the version of the project that has it") from None
     except TypeError as error:
         if "cannot inherit non-frozen dataclass" not in str(error):
             raise

@@ -182,7 +182,9 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str, config: str) -> RunFolder:
-        """Create a run folder that contains the config. If writing the config fails, the folder is removed."""
+        """Create a run folder that contains the config. Raises UserError, and leaves no folder, if this fails."""
+        if os.pathsep in str(root.absolute()):  # a resumed run finds its source code through PYTHONPATH
+            raise UserError(f"runs={root}: the absolute path must not contain {os.pathsep!r}; use another folder")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         path = root / f"{name}-{stamp}-{secrets.token_hex(2)}"
         with convert_disk_errors(path):

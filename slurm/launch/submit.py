@@ -49,7 +49,12 @@ from slurm.scheduling.scheduler import Scheduler, choose_scheduler
 
 
 def make_source_environment(folder: RunFolder) -> dict[str, str]:
-    """Return an environment in which Python imports modules from the source code in `code/` of the run folder."""
+    """Return an environment in which Python imports modules from the source code in `code/` of the run folder.
+
+    Raises UserError if PYTHONPATH cannot contain the path.
+    """
+    if os.pathsep in str(folder.path):
+        raise UserError(f"{folder.path}: the path must not contain {os.pathsep!r}; move the run to another folder")
     return dict(os.environ) | {"PYTHONPATH": str(folder.path / "code"), "PYTHONSAFEPATH": "1"}
 
 

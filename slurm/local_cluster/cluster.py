@@ -63,11 +63,13 @@ def find_cluster_folder(name: str, environ: Mapping[str, str] = os.environ) -> P
 
 
 def find_running_cluster(name: str = DEFAULT_NAME) -> Cluster | None:
-    """Return the cluster with this name, or None if the cluster is not up.
+    """Return this user's cluster with this name, or None if the cluster is not up.
 
     Inside a cluster, None is also returned, because programs inside a cluster can run sbatch directly.
     """
     folder = find_cluster_folder(name)
+    if not is_owned_by_this_user(folder):
+        return None
     process = Process.load(folder / "holder")
     return Cluster(Plan.load(folder), process) if process else None
 
@@ -76,7 +78,7 @@ def is_owned_by_this_user(path: Path) -> bool:
     """Return whether a folder belongs to this user. In /tmp, other users can also create folders."""
     try:
         return path.lstat().st_uid == os.getuid()
-    except FileNotFoundError:  # the cluster is being stopped
+    except OSError:  # the folder does not exist, or is below a folder that this user cannot enter
         return False
 
 

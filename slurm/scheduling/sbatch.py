@@ -27,7 +27,7 @@ from slurm.scheduling.entry_points import JobReference, check_source_version
 from slurm.scheduling.scheduler import Scheduler, remove_launcher_variables
 
 SAFE_VALUE = re.compile(r"[\w.,:=@/+\-\[\]%&|* ]*")
-SAFE_PATH = re.compile(r"[\w.,:=@/+\- ]+")
+SAFE_PATH = re.compile(r"[\w.,=@/+\- ]+")  # without colons, which separate the folders in PYTHONPATH
 SRUN_SEPARATOR = "--"
 """Separator between the srun command and the command of a rank in the arguments of the elastic launcher."""
 
@@ -182,7 +182,7 @@ def make_executor(
     path = str(folder.path)
     if not SAFE_PATH.fullmatch(path):
         raise UserError(
-            f"the path {path!r} is not allowed in a job script; use only letters, digits, and _.,:=@/+- in runs"
+            f"the path {path!r} is not allowed in a job script; use only letters, digits, and _.,=@/+- in runs"
         )
     launcher = ""
     if elastic:

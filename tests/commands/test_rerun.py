@@ -70,6 +70,13 @@ def test_a_repetition_is_equal_to_the_bit_from_its_own_source(tmp_path: Path) ->
     assert meta["packages"]["numpy"] == np.__version__
 
 
+def test_a_run_whose_source_code_python_could_not_find_is_refused(tmp_path: Path) -> None:
+    old = SyntheticRun("ddp_multinode", 1, 20).write(tmp_path / "14:30")
+    provenance.copy_source(old)
+    with pytest.raises(UserError, match=r"14:30/.*: the path must not contain ':'; move the run to another folder"):
+        rerun.resolve_settings(old, [])
+
+
 def test_a_repetition_on_another_custom_data_set_stores_its_file(tmp_path: Path) -> None:
     old = SyntheticRun("ddp_multinode", 1, 20).write(tmp_path / "old")
     (old.path / "code/own").mkdir(parents=True)

@@ -361,6 +361,20 @@ def test_a_failing_tracking_process_is_reported(tmp_path: Path, monkeypatch: pyt
         send_missing_rows(folder)  # make sync ignores wandb.finish_timeout, here 1 s
 
 
+def test_tracking_imports_nothing_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of an experiment can be started in any folder, for example in another checkout."""
+    monkeypatch.setenv("PYTHONPATH", write_failing_wandb(tmp_path).rstrip(os.pathsep))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "__init__.py").write_text("print('imported from the current folder', flush=True)\n")
+    monkeypatch.chdir(tmp_path)
+    tracker, folder = start_offline(tmp_path)
+    tracker.finish(20)
+    log = (folder.attempt_folder / "logs/tracker.log").read_text()
+    assert "No space left" in log
+    assert "imported from the current folder" not in log
+
+
 @pytest.mark.slow
 def test_a_killed_tracking_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is reported immediately and not as a timeout; no process and no temporary file remains."""

@@ -112,6 +112,7 @@ def start_tracking_process(folder: RunFolder, mode: str, stdin: int, seconds: fl
     """
     # W&B's error reporting is telemetry that delays the end of a run by ten seconds if the host does not respond.
     environ = {"WANDB_ERROR_REPORTING": "false", "WANDB_SILENT": "true"} | os.environ
+    environ["PYTHONSAFEPATH"] = "1"  # `python -m` must not import modules from the current folder
     for name in ("WANDB_MODE", SERVICE):
         environ.pop(name, None)
     arguments = [str(folder.path), str(folder.number), mode, str(max(0.0, seconds))]

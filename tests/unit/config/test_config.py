@@ -197,6 +197,16 @@ def test_each_experiment_has_a_config_class() -> None:
         assert config.get_experiment_name(config.import_schema(name)) == name
 
 
+def test_an_experiment_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"^no experiment removed in .*; use the version of the project that has it$"):
+        config.import_schema("removed")
+
+    (tmp_path / "broken.py").write_text("import package_that_is_not_installed\n")
+    monkeypatch.setattr(configs, "__path__", [*configs.__path__, str(tmp_path)])
+    with pytest.raises(ModuleNotFoundError, match=r"package_that_is_not_installed"):
+        config.import_schema("broken")
+
+
 def test_a_config_class_that_is_not_frozen_is_refused_and_its_runs_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,3 +47,17 @@ def test_a_folder_that_the_user_may_not_enter_is_named(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"locked/runs/.*: no permission to write; choose another"),
     ):
         RunFolder.create(locked / "runs", "ddp_multinode", "")
+
+
+def test_a_run_is_refused_whose_source_code_could_not_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "14:30" / "runs"
+    message = r"the absolute path must not contain ':'; use another folder"
+    with pytest.raises(UserError, match=message):
+        RunFolder.create(runs, "ddp_multinode", "")
+    runs.parent.mkdir()
+    monkeypatch.chdir(runs.parent)
+    with pytest.raises(UserError, match=rf"runs=runs: {message}"):
+        RunFolder.create(Path("runs"), "ddp_multinode", "")
+    assert not runs.exists()

@@ -100,7 +100,7 @@ def test_every_profile_is_valid(name: str) -> None:
     assert sbatch.load_profile(name, []).ranks_per_node >= 1
 
 
-@pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b"])
+@pytest.mark.parametrize("path", ["/a'b", '/a"b', "/a\nb", "/a%j", "/a$b", "/a`b", "/a\\b", "/a;b", "/a&b", "/a:b"])
 def test_paths_that_a_job_script_cannot_contain_are_refused(path: str) -> None:
     with pytest.raises(UserError, match="is not allowed in a job script"):
         sbatch.make_executor(RunFolder(Path(path)), None, {})
