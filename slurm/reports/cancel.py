@@ -43,7 +43,7 @@ def cancel_run(folder: RunFolder) -> str:
         return describe_ended_run(folder, read_state(folder)[0])
     written = folder.result
 
-    lines = []
+    lines: list[str] = []
     for process in processes:
         try:
             os.kill(process["pid"], signal.SIGTERM)

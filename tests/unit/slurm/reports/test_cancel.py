@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import socket
 from pathlib import Path
@@ -67,7 +68,7 @@ def test_the_process_of_another_user_continues_and_the_run_can_still_be_canceled
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"process \d+ belongs to another user"):
-        patch.setattr(cancel.os, "kill", refuse)
+        patch.setattr(os, "kill", refuse)
         cancel.cancel_run(folder)
     assert not folder.result
     cancel.cancel_run(folder)
