@@ -127,11 +127,14 @@ class RankForker:
 
     def _fork(self, info: RankInfo) -> ChildRank:
         error_file = self.private / f"error-{info.original_rank}.json"
+        error_file.unlink(missing_ok=True)  # written by a previous process of this rank
         return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
 
     def kill_rank(self, rank: int) -> None:
         """Kill an unresponsive rank, so that its process cannot resume later and write to the run folder."""
-        os.kill(self.children[rank].pid, signal.SIGKILL)
+        child = self.children[rank]
+        if child.is_running:  # otherwise, another process may have its process id
+            os.kill(child.pid, signal.SIGKILL)
 
 
 # ---- in the forked process

@@ -136,9 +136,10 @@ class RankMonitor:
             failed = [child for child in reaped if child.exit_code not in (0, EXIT_RESUMABLE)]
             if supervisor is not None:
                 failed = [
-                    child for child in failed if not supervisor.handle_ended_rank(child.rank, child.exit_code or 0)
+                    child for child in reaped if not supervisor.handle_ended_rank(child.rank, child.exit_code or 0)
                 ]
-                supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
+                lost = [child.rank for child in self.children if child.exit_code not in (None, EXIT_RESUMABLE)]
+                supervisor.poll_and_restart_ranks(lost)
 
             # A rank that the stop request killed had not set its handler yet. All other ranks fail without it.
             if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
