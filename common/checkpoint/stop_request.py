@@ -143,7 +143,7 @@ class StopRequest:
             faulthandler.cancel_dump_traceback_later()
         elif self.first_signal_time is None and seconds is not None:
             self._start_watchdog(seconds, exits=False)
-        if self.first_signal_time is not None:  # checked last, because the signal may have been received in the meantime
+        if self.first_signal_time is not None:  # checked last, because a signal may have arrived in the meantime
             self._start_watchdog(self.grace, exits=True)
 
     def _start_watchdog(self, seconds: float, *, exits: bool) -> None:
