@@ -42,8 +42,8 @@ class StopRequest:
     """Flag that is set when this process receives a stop request.
 
     Signals are received by a separate thread, because the main thread may be blocked in a collective, during which no
-    Python signal handler can run. `grace` is the time in seconds within which the process must exit after a request.
-    After the grace time, the stack traces of all threads are written to `log`, and the process is terminated.
+    Python signal handler can run. `grace` is the time in seconds within which the process must exit after the first
+    signal. After the grace time, the stack traces of all threads are written to `log`, and the process is terminated.
     """
 
     def __init__(self, grace: float, log: IO[str]) -> None:
@@ -93,15 +93,10 @@ class StopRequest:
         now = time.monotonic()
         if self.first_signal_time is None:
             self.first_signal_time = now
-            self._record_request(number)
+            self.signal_number = self.signal_number or number
+            self._start_watchdog(self.grace, exits=True)
         elif number == signal.SIGINT or now - self.first_signal_time > REPEATED_SIGNAL_SECONDS:
             os._exit(128 + number)
-
-    def _record_request(self, number: int) -> None:
-        """Set the flag and start the grace time, unless a stop was requested before."""
-        if not self.signal_number:
-            self.signal_number = number
-            self._start_watchdog(self.grace, exits=True)
 
     @contextlib.contextmanager
     def interruptible(self, can_stop: Callable[[], bool] = lambda: True) -> Iterator[None]:
@@ -119,9 +114,10 @@ class StopRequest:
     def request_stop(self) -> None:
         """Stop this run as if SIGUSR2 had been received, unless a stop was requested before.
 
+        The grace time does not start before the first signal, because no other program limits the time until the exit.
         The first signal after this call does not count as a repeated signal.
         """
-        self._record_request(signal.SIGUSR2)
+        self.signal_number = self.signal_number or signal.SIGUSR2
 
     def write_stacks_to(self, path: Path) -> None:
         """Append later stack traces to a file, which stays open until the process exits."""
@@ -140,14 +136,14 @@ class StopRequest:
     def dump_stacks_after(self, seconds: float | None) -> None:
         """Start a timer that writes the stack traces of all threads to the log after `seconds` seconds.
 
-        Each call restarts the timer, and `seconds=None` cancels the timer. After a stop request, the timer of the grace
+        Each call restarts the timer, and `seconds=None` cancels the timer. After a stop signal, the timer of the grace
         time runs instead.
         """
-        if not self.signal_number and seconds is None:
+        if self.first_signal_time is None and seconds is None:
             faulthandler.cancel_dump_traceback_later()
-        elif not self.signal_number and seconds is not None:
+        elif self.first_signal_time is None and seconds is not None:
             self._start_watchdog(seconds, exits=False)
-        if self.signal_number:  # checked last, because the signal may have been received in the meantime
+        if self.first_signal_time is not None:  # checked last, because a signal may have arrived in the meantime
             self._start_watchdog(self.grace, exits=True)
 
     def _start_watchdog(self, seconds: float, *, exits: bool) -> None:

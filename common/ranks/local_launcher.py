@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import signal
@@ -44,6 +45,7 @@ def run_ranks(
     read_log: Callable[[int], str] = lambda rank: "",
     setup_timeout: float = 60.0,
     read_failure: Callable[[int], Failure | None] = lambda rank: None,
+    grace: float = math.inf,
 ) -> int:
     """Run `body` in `size` forked ranks and return the exit status of the run.
 
@@ -51,7 +53,7 @@ def run_ranks(
     error message or traceback of the failed rank is printed once. Errors of the other ranks appear only in their logs.
     `report_failure` is called with the reason for the failure as one line, and with the cause. `read_log` returns the
     last lines of a rank's log, which may show why a library ended the process. `read_failure` returns the failure that
-    a rank has recorded before it was killed, if any.
+    a rank has recorded before it was killed, if any. A rank terminates itself `grace` seconds after a stop request.
 
     If `elastic` is set, the other ranks continue when one rank is killed. The new process of the killed rank must
     connect within `setup_timeout` seconds.
@@ -75,7 +77,7 @@ def run_ranks(
             stop.signal_ranks()  # the signal arrived before all ranks were forked
         during_start()
         return RankMonitor(
-            children, stop, report_failure, read_log, read_failure, oom_kills, supervisor
+            children, stop, report_failure, read_log, read_failure, oom_kills, supervisor, grace
         ).wait_for_ranks()
     except ImmediateStop as stopped:
         print(f"\nstopped by {stopped}", file=sys.stderr)
@@ -127,11 +129,14 @@ class RankForker:
 
     def _fork(self, info: RankInfo) -> ChildRank:
         error_file = self.private / f"error-{info.original_rank}.json"
+        error_file.unlink(missing_ok=True)  # written by a previous process of this rank
         return ChildRank(info.original_rank, fork_rank(self.body, info, error_file), error_file)
 
     def kill_rank(self, rank: int) -> None:
         """Kill an unresponsive rank, so that its process cannot resume later and write to the run folder."""
-        os.kill(self.children[rank].pid, signal.SIGKILL)
+        child = self.children[rank]
+        if child.is_running:  # otherwise, another process may have its process id
+            os.kill(child.pid, signal.SIGKILL)
 
 
 # ---- in the forked process

@@ -127,6 +127,8 @@ class RankMonitor:
     """Result of `host_memory.count_oom_kills` before the ranks started."""
     supervisor: RankSupervisor | None
     """Supervisor of an elastic run, in which ranks may be lost; None for other runs."""
+    grace: float
+    """Time in seconds after a stop request until a rank terminates itself."""
 
     def wait_for_ranks(self) -> int:
         """Wait until all ranks have succeeded or one rank has failed, and return the exit status of the run."""
@@ -136,9 +138,10 @@ class RankMonitor:
             failed = [child for child in reaped if child.exit_code not in (0, EXIT_RESUMABLE)]
             if supervisor is not None:
                 failed = [
-                    child for child in failed if not supervisor.handle_ended_rank(child.rank, child.exit_code or 0)
+                    child for child in reaped if not supervisor.handle_ended_rank(child.rank, child.exit_code or 0)
                 ]
-                supervisor.poll_and_restart_ranks([child.rank for child in self.children if not child.is_running])
+                lost = [child.rank for child in self.children if child.exit_code not in (None, EXIT_RESUMABLE)]
+                supervisor.poll_and_restart_ranks(lost)
 
             # A rank that the stop request killed had not set its handler yet. All other ranks fail without it.
             if self.stop.number and any(child.exit_code == -signal.SIGUSR2 for child in failed):
@@ -202,6 +205,8 @@ class RankMonitor:
         """Report a rank that exited with an error status but wrote no error message."""
         cause = foreign_text.classify_exit(exit_code, self.read_log(child.rank))
         problem = f"exited with status {exit_code} without an error message"
+        if self.stop.number and time.monotonic() - self.stop.received_at >= self.grace:
+            problem = f"did not stop within checkpoint.grace={self.grace:g} s; see its log, or raise checkpoint.grace"
         if cause is Cause.THREAD_SHORTAGE:
             problem = f"failed: {describe_thread_shortage()}"
         self._report(f"rank {child.rank} {problem}", cause, self._describe_other_ranks())

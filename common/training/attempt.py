@@ -30,12 +30,7 @@ from common.runs.result import Result
 from common.runs.tracking import wandb_tracker
 from common.system import foreign_text
 from common.system.causes import Cause
-from common.system.errors import (
-    MachineError,
-    RunTakenError,
-    UserError,
-    convert_shortage_error,
-)
+from common.system.errors import MachineError, RunTakenError, UserError, convert_shortage_error
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE, get_exit_status
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count
@@ -397,4 +392,6 @@ def make_unfinished_result(folder: RunFolder, outcome: TrainingOutcome) -> Resul
         saved = bool(storage.list_resumable_checkpoints(folder))
         when = "after saving a checkpoint" if saved else "before the first step"
         return Result("preempted", status, f"stopped on request, {when}", last_step)
+    if status in STOPPED_STATUSES and not outcome.reason:  # no rank has failed
+        return Result("preempted", status, f"stopped by {signal.Signals(status - 128).name}", last_step)
     return Result("failed", status, outcome.reason, last_step, outcome.cause)

@@ -88,8 +88,6 @@ def run_from_command_line(main: Main[T], schema: type[T], rank_info: RankInfo | 
             setup.check_tls(cfg.launch, rank_info)
         wandb_account.read_requested_mode(cfg)
         if run_to_resume is not None:
-            from common.checkpoint import extension
-
             extension.check_resume(run_to_resume, cfg)
         elif rank_info is None or not rank_info.is_restart:  # a restarted launch resumes an existing run
             initial_weights.check_weights_of_config(cfg)
@@ -233,6 +231,7 @@ class ForkedRanks:
                 lambda rank: read_end_of_file(folder.log_file(rank)),
                 cfg.launch.setup_timeout,
                 lambda rank: read_failure(folder, rank),
+                cfg.checkpoint.grace,
             )
         return TrainingOutcome(status, *failure)
 

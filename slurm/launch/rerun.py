@@ -181,8 +181,7 @@ def run_locally(new: RunFolder, settings: Experiment) -> int:
 
 def run_on_cluster(new: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler) -> int:
     """Submit a run to a cluster, print its log until the run ends, and return the exit status of the run."""
-    with submit.remove_folder_on_error(new):
-        job = submit.submit_prepared_run(new, settings, text, profile, scheduler)
+    job = submit.submit_prepared_run(new, settings, text, profile, scheduler, is_new=True)
     submit.print_job(new, settings, job, scheduler)
     return logs.follow_log(new, logs.find_rank_0_log(new))
 

@@ -90,6 +90,17 @@ def restore_result_on_error(folder: RunFolder) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def name_job_on_error(job: str, scheduler: Scheduler) -> Iterator[None]:
+    """Add the id of a submitted job to the error if the block cannot record the job."""
+    try:
+        yield
+    except UserError as error:
+        command = shlex.join(scheduler.build_command("scancel", job))
+        problem = f"job {job} was submitted but not recorded: {error}; to cancel the job, run {command}"
+        raise UserError(problem, cause=error.cause) from None
+
+
 def print_simulated_hosts(settings: Experiment) -> None:
     """Print a notice if several hosts are simulated by processes on this machine."""
     if settings.launch.nodes > 1:
@@ -168,9 +179,8 @@ def submit_run(
             check_run_has_ended(resumed, settings)
             return resumed, resubmit_run(resumed, settings, profile, scheduler)
     folder = prepare_run_folder(name, settings, scheduler, set())
-    with remove_folder_on_error(folder):
-        text = (folder.path / config.CONFIG_FILE).read_text()
-        return folder, submit_prepared_run(folder, settings, text, profile, scheduler)
+    text = (folder.path / config.CONFIG_FILE).read_text()
+    return folder, submit_prepared_run(folder, settings, text, profile, scheduler, is_new=True)
 
 
 def check_run_has_ended(folder: RunFolder, settings: Experiment) -> None:
@@ -196,22 +206,24 @@ def resubmit_run(resumed: RunFolder, settings: Experiment, profile: Profile, sch
     """Submit an ended run as a new job and return the job id. Raises UserError."""
     provenance.copy_custom_files(settings, resumed.path / "code")
     text = settings_files.format_yaml_with_keys_of_file(settings, resumed.path / config.CONFIG_FILE)
-    return submit_prepared_run(resumed, settings, text, profile, scheduler)
+    return submit_prepared_run(resumed, settings, text, profile, scheduler, is_new=False)
 
 
 def submit_prepared_run(
-    folder: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler
+    folder: RunFolder, settings: Experiment, text: str, profile: Profile, scheduler: Scheduler, *, is_new: bool
 ) -> str:
     """Submit a fully prepared run folder and return the job id. Raises UserError.
 
-    `text` contains the settings as YAML.
+    `text` contains the settings as YAML. If the submission fails, the folder of a new run is removed.
     """
-    check_source_version(folder)
-    executor = make_run_executor(folder, folder.experiment, settings, profile, scheduler)
-    with restore_result_on_error(folder):
+    undo_on_error = remove_folder_on_error if is_new else restore_result_on_error
+    with undo_on_error(folder):
+        check_source_version(folder)
+        executor = make_run_executor(folder, folder.experiment, settings, profile, scheduler)
         sbatch.write_settings_and_retire_result(folder, text)
         job = sbatch.submit_job(executor)
-    provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
+    with name_job_on_error(job, scheduler):
+        provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
     return job
 
 

@@ -149,13 +149,14 @@ def submit_points_as_array(
                     sweep.forget_run(point)
             sweep.save()
             raise
-        for folder, job in zip(folders, jobs, strict=True):
-            facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(executor.folder)}
-            provenance.update_metadata(folder, job=facts)
+        array = jobs[0].partition("_")[0]
+        with submit.name_job_on_error(array, scheduler):
+            for folder, job in zip(folders, jobs, strict=True):
+                facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(executor.folder)}
+                provenance.update_metadata(folder, job=facts)
     parallel = min(sweep.plan.parallel, len(folders))
-    job = jobs[0].partition("_")[0]
     print(
-        f"  job {job} on {scheduler.name}: array of {len(folders)} jobs, at most {parallel} at a time, "
+        f"  job {array} on {scheduler.name}: array of {len(folders)} jobs, at most {parallel} at a time, "
         f"{format_count(nodes, 'node')} and {format_count(nodes * per_node, 'rank')} each",
         flush=True,
     )

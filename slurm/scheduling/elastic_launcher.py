@@ -36,6 +36,7 @@ from common.runs.tracking.wandb_tracker import Tracker
 from common.system import network
 from common.system.errors import exit_on_user_error
 from common.system.exit_status import EXIT_RESUMABLE
+from common.system.output import discard_unwritable_output
 from common.techniques.elastic.supervisor import Supervisor, open_listener
 from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
@@ -390,5 +391,6 @@ def main(path: str, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    discard_unwritable_output()
     with exit_on_user_error():
         sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -23,6 +23,7 @@ from common.runs import provenance
 from common.runs.folder import RunFolder
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_RESUMABLE
+from common.system.output import discard_unwritable_output
 from slurm.scheduling.requeue import is_latest_restart, is_restart_of_this_process, requeue_job_or_record_failure
 from slurm.scheduling.scheduler import STATUS_TIMEOUT, Scheduler, parse_job_fields
 
@@ -75,5 +76,6 @@ def main(path: str, first_host: str) -> int:
 
 
 if __name__ == "__main__":
+    discard_unwritable_output()
     with exit_on_user_error():
         sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -11,6 +11,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from common.runs.result import Result
 from common.system.causes import Cause
 from common.system.errors import UserError, exit_on_user_error
 from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
+from common.system.output import discard_unwritable_output
 from common.system.signals import REQUESTED_STOP_STATUSES
 from slurm.scheduling import submission
 from slurm.scheduling.job_failures import find_first_failure, find_refusal, make_attempt_name, read_job_failures
@@ -63,7 +65,10 @@ def find_newest_checkpoint(folder: RunFolder) -> list[int] | None:
 
 
 def count_failures_without_checkpoint(folder: RunFolder) -> int:
-    """Record a failure, and return the number of failures in a row without a new checkpoint."""
+    """Record a failure, and return the number of failures in a row without a new checkpoint.
+
+    If the disk fails, the failure is not recorded.
+    """
     file = folder.path / "submit" / "failures.json"
     job = provenance.read_job_id()
     newest = find_newest_checkpoint(folder)
@@ -73,7 +78,8 @@ def count_failures_without_checkpoint(folder: RunFolder) -> int:
         count = 0
         previous = {"newest": None}
     count = count + 1 if newest == previous.get("newest") else 0
-    write_json(file, {"job": job, "newest": newest, "count": count})
+    with contextlib.suppress(UserError, OSError):  # a full disk must not prevent the requeue
+        write_json(file, {"job": job, "newest": newest, "count": count})
     return count
 
 
@@ -167,5 +173,6 @@ def main(path: str, status: int) -> int:
 
 
 if __name__ == "__main__":
+    discard_unwritable_output()
     with exit_on_user_error():
         sys.exit(main(sys.argv[1], int(sys.argv[2])))

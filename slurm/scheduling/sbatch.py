@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -254,8 +255,10 @@ def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
     """Convert errors from sbatch to UserErrors inside the block.
 
     If this process runs inside a SLURM allocation, the environment variables of the allocation are hidden from sbatch.
+    Ctrl-C is ignored, also by sbatch, because this process would not know whether sbatch has submitted the job.
     """
     assert executor.scheduler is not None
+    interrupt_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     environ = dict(os.environ)
     os.environ.clear()
     os.environ.update(remove_launcher_variables(environ))
@@ -271,3 +274,4 @@ def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(environ)
+        signal.signal(signal.SIGINT, interrupt_handler)

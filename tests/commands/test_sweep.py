@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from common.config.config import read_config_file
-from common.runs import claims
+from common.runs import claims, provenance
 from common.runs.folder import RunFolder, read_json
 from common.runs.result import Result
 from common.system.errors import UserError
@@ -153,6 +153,20 @@ def test_a_refused_sweep_changes_no_point(tmp_path: Path, cache: Path) -> None:
         assert "SLURM rejected the job: sbatch: error: invalid account" in completed.stderr
         assert [cell["run"] for cell in read_cells(file)] == runs
         assert [path.name for path in (tmp_path / "runs").glob("mnist_pipeline-*")] == runs
+
+
+def test_the_runs_of_an_array_that_cannot_be_recorded_are_kept(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(provenance, "update_metadata", refuse)
+    file = write_grid(tmp_path, cache, points=[{"batch": "32"}, {"batch": "64"}])
+    message = "job 4711 was submitted but not recorded: the disk is full; to cancel the job, run scancel 4711"
+    assert message in sweep_on(FakeSlurm(tmp_path), file, status=2).stderr
+    for cell in read_cells(file):
+        assert (tmp_path / "runs" / cell["run"]).is_dir()
 
 
 @pytest.mark.parametrize("option", ["--help", "--print-config", "--config F", "--resume=F", "-h"])

@@ -110,8 +110,9 @@ def test_a_run_with_a_hanging_rank_ends_after_the_grace_time_of_a_stop_request(t
     with start_long_run(REPLICATED_ENTRY.name, *settings, runs=tmp_path) as process:
         os.kill(list_rank_pids(process)[1], signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        process.communicate(WAIT_TIMEOUT)
+        _, err = process.communicate(WAIT_TIMEOUT)
         assert process.returncode not in (0, EXIT_RESUMABLE)
+        assert "error: rank 0 did not stop within checkpoint.grace=2 s; see its log, or raise checkpoint.grace" in err
         log = get_only_run(tmp_path).list_attempts()[0].log_file(0).read_text()
         assert "Timeout (0:00:02)" in log, "the stacks of all threads"
         assert not find_processes(str(tmp_path))

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Container
 
+from common.system.exit_status import EXIT_RESUMABLE
 from common.techniques.elastic.coordinator import Coordinator, EndReason
 from configs.dataparallel import Elastic
 
@@ -65,11 +66,14 @@ class Supervisor:
     def handle_ended_rank(self, rank: int, exit_code: int) -> bool:
         """Handle the end of a rank's process, and return whether the run continues without this rank.
 
-        Only a rank that was killed by a signal counts as lost. A rank that fails in any other way ends the run, unless
-        the rank was restarted and has not joined a generation yet.
+        The run continues after a rank has finished or has stopped on request. Only a rank that was killed by a signal
+        counts as lost. A rank that fails in any other way ends the run, unless the rank was restarted and has not
+        joined a generation yet.
         """
         is_new = rank in self.joining_ranks
         self.start_times.pop(rank, None)
+        if exit_code in (0, EXIT_RESUMABLE):
+            return True
         if is_new and exit_code > 0:
             print(f"restarted rank {rank} failed with exit status {exit_code}; check its log", flush=True)
         return (exit_code < 0 or is_new) and self.coordinator.handle_ended_member(rank)

@@ -31,6 +31,9 @@ from common.runs.failures import Failure, read_failure, write_failure
 from common.runs.folder import RunFolder
 from common.system.causes import Cause
 from common.system.errors import UserError
+from common.system.exit_status import EXIT_RESUMABLE
+from common.techniques.elastic.member import Member
+from configs.dataparallel import Elastic
 from configs.shared import Launch
 from tests.harness.ranks.programs import run_on_ranks
 
@@ -41,6 +44,7 @@ SHORT_STEP_TIMEOUT = 1 if BACKEND == "builtin" else 3  # seconds
 SHORT_TIMEOUTS = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=SHORT_STEP_TIMEOUT)
 LONG_TIMEOUTS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=3600)
 HANG_SECONDS = 600.0  # longer than the test waits
+CONNECT_SECONDS = 0.2  # time limit for a new rank of an elastic run
 
 
 def wait_for_ranks_by_name(world: World, folder: Path) -> None:
@@ -216,6 +220,22 @@ def rank_0_is_killed_after_its_report(info: RankInfo, folder: Path) -> None:
     time.sleep(HANG_SECONDS)
 
 
+def new_rank_1_stops_before_it_connects(info: RankInfo, folder: Path) -> None:
+    """The other ranks of this elastic run need more time to stop than a new rank may need to connect."""
+    if info.is_joining:
+        sys.exit(EXIT_RESUMABLE)
+    member = Member(info.coordinator, info.rank, 60, "", joins=False)
+    member.set_value(f"connected-{info.rank}", "")
+    if info.rank == 1:
+        member.get_values(["connected-0", "connected-2"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    while not member.generation_ended:
+        time.sleep(0.01)
+    member.sign_in([1, 0, 1])
+    time.sleep(5 * CONNECT_SECONDS)
+    sys.exit(EXIT_RESUMABLE)
+
+
 def join_with_tls(info: RankInfo, folder: Path) -> None:
     """Join as ranks of a job: with a private store, and with TLS on all connections of the world and of a subgroup."""
     slurm_info = dataclasses.replace(info, launcher="slurm", master="localhost", attempt_id="7.0.0")
@@ -248,6 +268,7 @@ CASES_BEFORE_JOINING = (
     rank_1_does_not_join,
     rank_0_ignores_sigterm,
     rank_0_is_killed_after_its_report,
+    new_rank_1_stops_before_it_connects,
     join_with_tls,
 )
 """Cases that are called with RankInfo. All others are called with a world, which has these settings or SETTINGS:"""
@@ -259,7 +280,13 @@ def main(name: str, folder: Path) -> int:
     if case in CASES_BEFORE_JOINING:
         run = RunFolder(folder)
         return local_launcher.run_ranks(
-            lambda info: case(info, folder), RANKS, 1, lambda: None, read_failure=lambda rank: read_failure(run, rank)
+            lambda info: case(info, folder),
+            RANKS,
+            1,
+            lambda: None,
+            elastic=Elastic(on=True) if case is new_rank_1_stops_before_it_connects else None,
+            setup_timeout=CONNECT_SECONDS,
+            read_failure=lambda rank: read_failure(run, rank),
         )
     settings = SETTINGS_OF_CASES.get(case, SETTINGS)
     return run_on_ranks(lambda world: case(world, folder), RANKS, settings)

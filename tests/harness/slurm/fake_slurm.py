@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,16 @@ def execute_module(
     command = [sys.executable, "-m", module, *arguments]
     variables = fake.make_environment(PYTHONPATH=str(source), **env)
     return execution.execute_command(command, cwd=source, env=variables, timeout=WAIT_TIMEOUT, status=status)
+
+
+def execute_module_on_full_disk(fake: FakeSlurm, module: str, *arguments: str, **env: str) -> int:
+    """Execute a module whose output is redirected to a file on a full disk. Return the exit status."""
+    command = [sys.executable, "-m", module, *arguments]
+    with open("/dev/full", "w") as full_disk:
+        process = subprocess.run(
+            command, cwd=ROOT, env=fake.make_environment(**env), stdout=full_disk, stderr=full_disk, check=False
+        )
+    return process.returncode
 
 
 def call_main(

@@ -63,6 +63,24 @@ def test_the_first_signal_after_a_request_of_the_run_does_not_count_as_repeated(
     assert run_in_fork(request_stop_before_signals, tmp_path / "log") == 128 + signal.SIGTERM
 
 
+def test_the_grace_time_starts_with_the_first_signal_after_a_request_of_the_run(tmp_path: Path) -> None:
+    """The run may need more time to save, because no other program limits it."""
+    log_file = tmp_path / "log"
+    signal_is_sent = tmp_path / "signal_is_sent"
+
+    def request_stop_before_signal(stop: StopRequest) -> None:
+        stop.grace = 0.05
+        stop.request_stop()
+        stop.dump_stacks_after(0.1)
+        wait_until(lambda: "Timeout (0:00:00.1" in log_file.read_text(), "the stacks are written")
+        signal_is_sent.touch()
+        send_signal_to_self(stop, signal.SIGUSR2)
+        time.sleep(10)
+
+    assert run_in_fork(request_stop_before_signal, log_file) == 1
+    assert signal_is_sent.exists()
+
+
 @pytest.mark.parametrize("has_unsaved_work", [False, True])
 def test_a_signal_stops_at_once_only_without_unsaved_work(has_unsaved_work: bool, tmp_path: Path) -> None:
     def receive_signal(stop: StopRequest) -> None:

@@ -6,15 +6,20 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from common.ranks.local_launcher import RankForker
+from common.ranks.rank_info import RankInfo
+from common.ranks.rank_monitor import ChildRank, reap_child
+from common.system.errors import UserError
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
-from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_only_run
+from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_only_run, wait_until
 from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
 from tests.harness.ranks.programs import execute_launch_case
 from tests.harness.runs.long_runs import ENDLESS_SETTINGS, list_rank_pids, start_long_run
@@ -93,6 +98,35 @@ def test_a_rank_that_hangs_ends_the_run_after_the_step_timeout(tmp_path: Path) -
     process = execute_launch_case("rank_0_hangs", tmp_path)
     assert process.returncode == 1
     assert re.search("[Tt]imed out", process.stderr)
+
+
+def test_a_new_rank_that_stops_before_it_connects_does_not_end_the_run(tmp_path: Path) -> None:
+    process = execute_launch_case("new_rank_1_stops_before_it_connects", tmp_path)
+    assert process.returncode == EXIT_RESUMABLE, process.stderr
+
+
+def test_a_process_that_has_the_process_id_of_an_ended_rank_is_not_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    child = ChildRank(0, process.pid, tmp_path / "error-0.json", exit_code=EXIT_RESUMABLE)
+    RankForker(lambda info: None, 1, 1, tmp_path, "", [child]).kill_rank(0)
+    process.terminate()
+    assert process.wait() == -signal.SIGTERM
+
+
+def test_the_error_of_the_last_process_of_a_rank_is_deleted(tmp_path: Path) -> None:
+    """Otherwise, it would be reported if the new process exits without an error message."""
+
+    def raise_error(info: RankInfo) -> None:
+        if not info.is_joining:
+            raise UserError("of the first process")
+
+    forker = RankForker(raise_error, 1, 1, tmp_path, "", [])
+    forker.fork(0)
+    wait_until(lambda: reap_child(forker.children[0]), "the first process exits")
+    assert "of the first process" in forker.children[0].error_file.read_text()
+    forker.fork_replacement(0)
+    wait_until(lambda: reap_child(forker.children[0]), "the second process exits")
+    assert not forker.children[0].error_file.exists()
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Custom optimizers at the start of an attempt, and the end of an attempt that another one has superseded."""
+"""Custom optimizers at the start of an attempt, and the end of an attempt that was superseded or stopped."""
 
 from __future__ import annotations
 
 import dataclasses
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
 from common.training.run import Run
 from configs.shared import Wandb
+from slurm.reports import status
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.custom_code.optimizers import MIXING, write_optimizer
 from tests.harness.experiments.registry import TRAINING_ENTRIES
@@ -34,6 +36,25 @@ def test_a_superseded_attempt_only_ends_its_tracking(
     assert capfd.readouterr() == ("", "")
     assert not run.folder.result
     assert not (run.folder.attempt_folder / "logs" / "tracker.log").exists(), "nothing was converted"
+
+
+SIGTERM_STATUS = 128 + signal.SIGTERM
+STATES_AFTER_SIGTERM = [
+    (TrainingOutcome(SIGTERM_STATUS), ("PREEMPTED", "stopped by SIGTERM")),
+    (TrainingOutcome(SIGTERM_STATUS, "rank 0 was killed by SIGTERM"), ("FAILED", "rank 0 was killed by SIGTERM")),
+]
+
+
+@pytest.mark.parametrize("outcome, state", STATES_AFTER_SIGTERM)
+def test_a_run_that_a_signal_stops_at_once_has_not_failed(
+    outcome: TrainingOutcome, state: tuple[str, str], run: Run
+) -> None:
+    """The signal arrives while the run starts, or repeatedly."""
+    attempt = Attempt(run.folder, run.prepared, is_new=False)
+    attempt.record_end(outcome, run.cfg, submitted=True)
+    assert not run.folder.result, "otherwise, the job would not be requeued"
+    attempt.record_end(outcome, run.cfg, submitted=False)
+    assert status.read_state(run.folder) == state
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -243,6 +244,28 @@ def test_errors_of_slurm_are_reported_and_leave_no_folder(
     assert not list(runs.glob("*"))
 
 
+def test_the_folder_of_a_job_that_cannot_be_recorded_is_kept(
+    fake: FakeSlurm, cache: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(provenance, "update_metadata", refuse)
+    process = call_slurm(fake, *list_arguments(cache, runs), status=2)
+    message = "job 4711 was submitted but not recorded: the disk is full; to cancel the job, run scancel 4711"
+    assert process.stderr == f"error: {message}\n"
+    assert (find_only_run(runs).path / "submit" / "job.sh").exists()
+
+
+def test_ctrl_c_while_a_job_is_submitted_is_ignored(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    fake.define_command("sbatch", "kill -INT $PPID $$; echo 'Submitted batch job 4711'")
+    handler = signal.getsignal(signal.SIGINT)
+    process = call_slurm(fake, *list_arguments(cache, runs))
+    assert "job 4711 on SLURM" in process.stdout
+    assert provenance.read_metadata(find_only_run(runs))["job"]["id"] == "4711"
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
 def test_launch_slurm_requires_sbatch(fake: FakeSlurm, cache: Path, runs: Path) -> None:
     (fake.bin_folder / "sbatch").unlink()
     path = f"{fake.bin_folder}:{Path(sys.executable).parent}"
@@ -266,7 +289,9 @@ def test_a_run_of_another_version_of_the_source_is_not_submitted(tmp_path: Path)
     folder = SyntheticRun(steps=20).write(tmp_path)
     text = (folder.path / "config.yaml").read_text()
     with pytest.raises(UserError, match="was created by another version of this project"):
-        submit_prepared_run(folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"))
+        submit_prepared_run(
+            folder, mnist_pipeline.Config(), text, Profile(), scheduler.Scheduler("SLURM"), is_new=False
+        )
     assert not (folder.path / "submit").exists()
 
 

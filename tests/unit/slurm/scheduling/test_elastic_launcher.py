@@ -25,6 +25,7 @@ from slurm.scheduling import sbatch
 from slurm.scheduling.elastic_launcher import KILLED, JobLauncher, JobStep
 from slurm.scheduling.scheduler import Scheduler
 from tests.harness.commands.processes import wait_until
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module_on_full_disk
 
 SRUN_MESSAGES = """srun: error: node2: tasks 0,2-3: Killed
 srun: error: node1: task 1: Exited with exit code 76
@@ -156,3 +157,16 @@ def test_ranks_save_and_stop_if_slurm_has_removed_the_first_host_from_the_job(ma
     lose_host("node1")
     assert launcher.leaving
     wait_for_srun(launcher, lambda: launcher.stopped, "the ranks have stopped")
+
+
+def test_the_loss_of_a_rank_is_handled_if_the_log_is_on_a_full_disk(fake: FakeSlurm, runs: Path) -> None:
+    """The launcher copies the message of srun to the log and then ends the job, because no rank has connected."""
+    folder = RunFolder.create(runs, "ddp_multinode", "")
+    sbatch.write_settings_and_retire_result(folder, "elastic: true\n")
+    fake.define_command("scontrol", "hostname")
+    fake.define_command("srun", "echo 'srun: error: node1: task 1: Killed' >&2")
+    arguments = (str(folder.path), "srun", "--", "true")
+    status = execute_module_on_full_disk(
+        fake, "slurm.scheduling.elastic_launcher", *arguments, SLURM_JOB_NODELIST="node1"
+    )
+    assert status == KILLED

@@ -10,7 +10,7 @@ import pytest
 
 from common.runs.folder import RunFolder
 from tests.harness.commands.exit_status import Completed
-from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module
+from tests.harness.slurm.fake_slurm import FakeSlurm, execute_module, execute_module_on_full_disk
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 UNREACHABLE = "127.0.0.1:9"
@@ -27,14 +27,19 @@ def folder(runs: Path) -> RunFolder:
     return folder
 
 
-def run_orphan(
-    fake: FakeSlurm, folder: RunFolder, *states: str, coordinator: str = UNREACHABLE, requeue: str = "exit 0"
-) -> Completed:
-    """Run the command of a rank on node1. SLURM shows the states of the job in turn, with one host in a list."""
+def answer_with_states(fake: FakeSlurm, *states: str, requeue: str = "exit 0") -> None:
+    """Let scontrol show the states of the job in turn, with one host in a list."""
     show_job = make_state_script(fake, *states)
     fake.define_command(
         "scontrol", f'case "$*" in requeue*) {requeue};; "show hostnames"*) echo "$3";; *) {show_job};; esac'
     )
+
+
+def run_orphan(
+    fake: FakeSlurm, folder: RunFolder, *states: str, coordinator: str = UNREACHABLE, requeue: str = "exit 0"
+) -> Completed:
+    """Run the command of a rank on node1. SLURM shows the states of the job in turn, with one host in a list."""
+    answer_with_states(fake, *states, requeue=requeue)
     variables = JOB | {"ELASTIC_COORDINATOR": coordinator}
     process = execute_module(fake, "slurm.scheduling.orphaned_rank", str(folder.path), "node1", **variables)
     return process
@@ -52,6 +57,13 @@ def test_a_job_that_has_lost_its_first_host_is_requeued(fake: FakeSlurm, folder:
     assert not count_calls(fake, CANCEL)
     assert count_calls(fake, "scontrol -o show job 7") == 3
     assert not folder.result
+
+
+def test_a_job_whose_log_is_on_a_full_disk_is_requeued(fake: FakeSlurm, folder: RunFolder) -> None:
+    answer_with_states(fake, f"{RUNNING}=node2")
+    variables = JOB | {"ELASTIC_COORDINATOR": UNREACHABLE}
+    execute_module_on_full_disk(fake, "slurm.scheduling.orphaned_rank", str(folder.path), "node1", **variables)
+    assert count_calls(fake, REQUEUE) == 1
 
 
 def test_a_rank_whose_coordinator_answers_only_leaves(fake: FakeSlurm, folder: RunFolder) -> None:

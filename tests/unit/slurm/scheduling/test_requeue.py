@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,8 @@ from common.system.exit_status import EXIT_FAILED, EXIT_RESUMABLE
 from slurm.scheduling import requeue
 from slurm.scheduling.job_failures import record_job_failure
 from tests.harness.commands.exit_status import Completed
-from tests.harness.slurm.fake_slurm import FakeSlurm, call_main, execute_module
+from tests.harness.environment.size_limit import limit_file_size
+from tests.harness.slurm.fake_slurm import FakeSlurm, call_main, execute_module, execute_module_on_full_disk
 from tests.unit.slurm.scheduling.job_states import JOB, make_state_script
 
 SAME_START = "JobState=RUNNING Restarts=1"
@@ -96,6 +99,17 @@ def test_a_refused_requeue_is_the_reason_of_the_failure(fake: FakeSlurm, job_fol
     assert job_folder.result["state"] == "failed"
     assert "the job cannot be requeued" in job_folder.result["reason"]
     assert "requeue is disabled" in job_folder.result["reason"]
+
+
+def test_a_job_on_a_full_disk_is_requeued(fake: FakeSlurm, job_folder: RunFolder, tmp_path: Path) -> None:
+    """Neither the log of the job nor the number of failures can be written."""
+    fake.calls_file = Path(os.devnull)
+    requeued = tmp_path / "requeued"
+    answer_with_states(fake, SAME_START, requeue_command=f"mkdir {requeued}")
+    with limit_file_size(0):
+        status = execute_module_on_full_disk(fake, "slurm.scheduling.requeue", str(job_folder.path), "137", **JOB)
+    assert status == EXIT_RESUMABLE
+    assert requeued.is_dir()
 
 
 def test_stop_requests_before_a_rank_handles_signals_are_no_failures(fake: FakeSlurm, job_folder: RunFolder) -> None:
