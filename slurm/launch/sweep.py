@@ -235,6 +235,11 @@ def print_estimate(run: LocalRun, waiting: int, parallel: int) -> None:
     print(f"  {format_count(waiting, 'run')} not started yet; estimated time: {minutes}", flush=True)
 
 
+def print_stop(running: int) -> None:
+    """Print that this number of runs stops."""
+    print(f"  stopping   {format_count(running, 'run')}; a run that trains saves a checkpoint first", flush=True)
+
+
 @contextlib.contextmanager
 def handle_stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Call `handler` for each stop signal, unless this process ignores the signal."""
@@ -297,8 +302,7 @@ def run_points_locally(
                 if stop_signal:  # received before `stop` knew this process
                     process.send_signal(signal.SIGTERM)
             if stop_signal and running and not is_stop_announced:
-                count = format_count(len(running), "run")
-                print(f"  stopping   {count}; a run that trains saves a checkpoint first", flush=True)
+                print_stop(len(running))
                 is_stop_announced = True
             for process in [process for process in running if process.poll() is not None]:
                 run = running.pop(process)
