@@ -70,6 +70,7 @@ FIXED_KEYS = (
     "activation",
     "tied",
     "batch",
+    "last_batch",
     "accumulate",
     "start",
     "dtype",
