@@ -28,8 +28,8 @@ STRATEGIES = Strategies(
     },
     options=({}, {"recompute": "blocks"}),
     # ResNet-18 has blocks that can be recomputed. All strategies use the BatchNorm statistics of the whole batch, so
-    # that the losses are equal. PowerSGD sends whole gradients in the first ten steps. With a larger learning rate,
-    # differences by rounding grow faster.
+    # that the losses are equal. PowerSGD sends whole gradients in the first nine steps. With a larger learning
+    # rate, differences by rounding grow faster.
     run={
         "model": "resnet18",
         "sync_batchnorm": "true",
@@ -112,7 +112,7 @@ class Config(Replicated):
     """Compression of the gradients that DDP all-reduces. fp16 and bf16 send gradients in half precision; powersgd sends
     two low-rank matrices whose product approximates a gradient (arXiv 1905.13727)."""
     powersgd_rank: int = at_least(1, 2, only="communication=powersgd")
-    """Rank of PowerSGD's low-rank matrices. Compression starts after ten steps."""
+    """Rank of PowerSGD's low-rank matrices. Compression starts in step 10."""
     bucket_mb: float = between(0.01, 10_000, 25)
     """Size of DDP's gradient buckets in MB. A bucket is all-reduced as soon as the backward pass has filled the
     bucket."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from configs.fields import find_group
 
@@ -51,10 +51,16 @@ class StateSharding:
             )
 
 
-def find_divided_updates(cfg: object) -> str:
-    """Return the setting that lets ranks update different parameters, or an empty string if there is none.
+def find_remedy_for_divided_updates(cfg: Any) -> str:
+    """Return the settings that let every rank update all parameters, or an empty string if every rank already does.
 
-    With such a setting, an optimizer must treat each parameter separately.
+    If ranks update different parameters, an optimizer must treat each parameter separately.
     """
+    remedies = []
     settings = find_group(cfg, StateSharding)
-    return "zero1=true" if settings is not None and settings.zero1 else ""
+    if settings is not None and settings.zero1:
+        remedies.append("zero1=false")
+    # A single rank with several devices updates the parameters of all stages.
+    if hasattr(cfg, "make_pipeline_config") and min(cfg.processes, cfg.make_pipeline_config().processes) > 1:
+        remedies.append("stages=1")
+    return " and ".join(remedies)

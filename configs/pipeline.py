@@ -42,7 +42,8 @@ class Stages:
     """Settings for every experiment that partitions a model into stages."""
 
     transport: Literal["auto", "network"] = "auto"
-    """Transport of the built-in engine. On CPUs, auto uses shared memory between ranks of the same host."""
+    """Transport of the built-in engine. On CPUs, auto uses shared memory between ranks of the same host, unless
+    launch.transport=network."""
     schedule: str = custom_code(
         "gpipe", "schedule", "common.techniques.pipeline.custom_schedules:check_schedule_of_config"
     )

@@ -48,7 +48,6 @@ from common.techniques.parameter_server.state import register_worker
 from common.techniques.parameter_server.worker import ParameterServerRank
 from configs.param_server import Config
 
-import torch
 from torch import nn
 
 DDP_STEPS = 20
@@ -125,8 +124,9 @@ def main(cfg: Config, run: Run) -> None:
                     step.clip_gradients(network.parameters(), clip)
                 staleness.append(float(worker.push()))
                 losses.append(loss.detach())
-            if losses:  # no losses if other workers have already processed the whole batch
-                step.log(loss=torch.stack(losses).mean(), staleness=sum(staleness) / len(staleness))
+            # The mean of these sums over the ranks is the mean over the shares, because there are as many shares as
+            # ranks. The sums are 0 if other workers have already processed the whole batch.
+            step.log(loss=sum(losses), staleness=sum(staleness))
             if clip and cfg.mode == "sync":
                 norm = worker.clip_prepared_step(clip)  # of the mean gradient, over all servers
                 step.log_gradient_norm(norm)

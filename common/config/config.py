@@ -50,8 +50,7 @@ class CheckedConfig(Protocol):
 T = TypeVar("T", bound=Experiment)
 S = TypeVar("S", bound=CheckedConfig)
 ROOT = Path(__file__).resolve().parents[2]
-# Keys that cannot change when a run is resumed. The run's data position, model, optimizer state, measurements or W&B
-# location depends on these keys.
+# A resumed run keeps these keys: its data, model, optimizer state, measurements or W&B location depends on them.
 FIXED_KEYS = (
     "seed",
     "model",
@@ -65,6 +64,7 @@ FIXED_KEYS = (
     "activation",
     "tied",
     "batch",
+    "last_batch",
     "accumulate",
     "start",
     "dtype",

@@ -34,7 +34,7 @@ from common.system.errors import MachineError, RunTakenError, UserError, convert
 from common.system.exit_status import EXIT_REFUSED, EXIT_RESUMABLE, get_exit_status
 from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count
-from configs.memory import find_divided_updates
+from configs.memory import find_remedy_for_divided_updates
 from configs.shared import Experiment, TrainingExperiment
 
 T = TypeVar("T", bound=Experiment)
@@ -180,9 +180,9 @@ class Attempt:
             uses_original = self.is_new and not is_joining
             optim = (cfg if uses_original else self.use_file_copies(cfg)).optim
             optimizer_contract.check_optimizer(optim)
-            setting = find_divided_updates(cfg)
-            if setting:
-                optimizer_contract.check_independent_parameters(optim, setting)
+            remedy = find_remedy_for_divided_updates(cfg)
+            if remedy:
+                optimizer_contract.check_independent_parameters(optim, remedy)
 
     def use_file_copies(self, cfg: T) -> T:
         """Return settings that refer to the copies of custom files in the run folder."""

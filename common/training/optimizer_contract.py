@@ -227,10 +227,10 @@ def check_optimizer(optim: Optim, passed: Callable[[str], object] = lambda name:
 # ---- checks of techniques that divide parameters or their states among ranks
 
 
-def check_independent_parameters(optim: Optim, setting: str) -> None:
+def check_independent_parameters(optim: Optim, remedy: str) -> None:
     """Raise UserError if the steps of a parameter change when the other parameters have no gradients.
 
-    `setting` is the setting that lets ranks update different parameters.
+    `remedy` contains the settings that let every rank update all parameters.
     """
     numbers = [1, 2, 3]
     with torch.random.fork_rng([]), convert_errors_of_user_file("optim.name", optim.name):
@@ -243,7 +243,7 @@ def check_independent_parameters(optim: Optim, setting: str) -> None:
                 trial.optimizer.step()
         if find_differing_parameter(OptimizerTrial(optim).take_steps(numbers), trial, RELATIVE_TOLERANCE):
             problem = "the step of a parameter depends on the other parameters, which other ranks update"
-            raise ValueError(f"{problem}; omit {setting}")
+            raise ValueError(f"{problem}; use {remedy}")
 
 
 def check_sharded_parameters(optim: Optim, ranks: int) -> None:

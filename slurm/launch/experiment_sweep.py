@@ -33,7 +33,6 @@ from common.runs.folder import RunFolder, write_atomic
 from common.runs.result_columns import list_columns
 from common.system.causes import Cause
 from common.system.errors import UserError, exit_on_user_error
-from common.system.exit_status import EXIT_REFUSED
 from common.system.output import discard_unwritable_output
 from common.system.signals import STOPPED_STATUSES
 from common.training import attempt
@@ -85,8 +84,9 @@ class ResultTable:
         `status` is the exit status of the run. If the run was refused before its first attempt, the run folder is
         removed. The error that the run printed is then raised as a UserError.
         """
-        if status == EXIT_REFUSED and not folder.result and not folder.list_attempts():
-            raise UserError(self.sweep.remove_refused_run(point, folder))
+        refusal = self.sweep.remove_refused_run(point, folder, status)
+        if refusal:
+            raise UserError(refusal)
         parsed = result.parse_result(folder.result)
         row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}
         row["exit_status"] = folder.result.get("exit_status")

@@ -25,7 +25,6 @@ from common.config import config, yaml_values
 from common.runs import provenance
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import RunTakenError, UserError
-from common.system.exit_status import EXIT_REFUSED
 from common.system.signals import STOP_SIGNALS, STOPPED_STATUSES
 from common.system.text import format_count
 from configs.dataparallel import RanksPerNode, get_enabled_elastic_settings
@@ -235,11 +234,6 @@ def print_estimate(run: LocalRun, waiting: int, parallel: int) -> None:
     print(f"  {format_count(waiting, 'run')} not started yet; estimated time: {minutes}", flush=True)
 
 
-def print_stop(running: int) -> None:
-    """Print that this number of runs stops."""
-    print(f"  stopping   {format_count(running, 'run')}; a run that trains saves a checkpoint first", flush=True)
-
-
 @contextlib.contextmanager
 def handle_stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Call `handler` for each stop signal, unless this process ignores the signal."""
@@ -302,7 +296,8 @@ def run_points_locally(
                 if stop_signal:  # received before `stop` knew this process
                     process.send_signal(signal.SIGTERM)
             if stop_signal and running and not is_stop_announced:
-                print_stop(len(running))
+                count = format_count(len(running), "run")
+                print(f"  stopping   {count}; a run that trains saves a checkpoint first", flush=True)
                 is_stop_announced = True
             for process in [process for process in running if process.poll() is not None]:
                 run = running.pop(process)
@@ -316,8 +311,6 @@ def run_points_locally(
                     is_estimated = True
                 if on_end is not None:
                     on_end(run.point, folder, process.returncode)
-                elif state == "MISSING" and process.returncode == EXIT_REFUSED:
-                    print(f"             {sweep.remove_refused_run(run.point, folder)}", flush=True)
             time.sleep(0.1)
     if stopped_status:
         return stopped_status
@@ -388,7 +381,7 @@ def main(args: argparse.Namespace) -> int:
         exit_status = 0
         if point_runs and scheduler is None:
             with remove_if_nothing_started(sweep):
-                exit_status = run_points_locally(sweep, point_runs)
+                exit_status = run_points_locally(sweep, point_runs, sweep.print_refused_run)
         elif point_runs and scheduler is not None:
             with remove_if_nothing_started(sweep):
                 submit_points(sweep, point_runs, profile, scheduler)

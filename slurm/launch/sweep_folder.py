@@ -85,13 +85,25 @@ class SweepFolder:
             *earlier, run = cell["earlier"]
             self.cells[point.key] = cell | {"run": run, "earlier": earlier}
 
-    def remove_refused_run(self, point: SweepPoint, folder: RunFolder) -> str:
-        """Delete the folder of a run that was refused before its first attempt. Return the error that it printed."""
+    def remove_refused_run(self, point: SweepPoint, folder: RunFolder, status: int) -> str:
+        """Delete the folder of a run if the run was refused before its first attempt.
+
+        `status` is the exit status of the run. Returns the error that the run printed, or an empty string if the run
+        was not refused.
+        """
+        if status != EXIT_REFUSED or folder.result or folder.list_attempts():
+            return ""
         log = read_end_of_file(folder.path / "screen.log")
         shutil.rmtree(folder.path)
         self.forget_run(point)
         self.save()
         return log.rpartition("error: ")[2].strip()
+
+    def print_refused_run(self, point: SweepPoint, folder: RunFolder, status: int) -> None:
+        """Print the error of a run that was refused before its first attempt, and delete its folder."""
+        error = self.remove_refused_run(point, folder, status)
+        if error:
+            print(f"             {error}", flush=True)
 
     def save(self) -> None:
         order = {point.key: number for number, point in enumerate(self.plan.points)}

@@ -29,7 +29,7 @@ RATES = ("50mbit", "200mbit", "1gbit")
 FREE = "no limit"
 EVERY = 8  # local steps in a round
 RANK = 2  # columns of PowerSGD's matrices
-# the row of the step before the first one that counts: PowerSGD begins after ten, a round ends with the 16th
+# the row of the step before the first one that counts: PowerSGD begins in the tenth, a round ends with the 16th
 FIRST = 15
 FLOAT_BYTES = 4
 BATCH = 64

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -61,8 +63,26 @@ def list_tickets(log: list[dict[str, Any]]) -> list[int]:
     return tickets
 
 
-def replay_run(folder: RunFolder, logs: Logs) -> Tensor:
-    """Repeat a run in this process from the records of its servers; return the final parameters [n]."""
+def compute_push_staleness(log: list[dict[str, Any]]) -> list[int]:
+    """Return the staleness of each push to a server, ordered by ticket."""
+    pulled_versions = {event["pull"]: event["version"] for event in log if "pull" in event}
+    staleness: dict[int, int] = {}
+    for event in log:
+        for ticket in event.get("push", ()):
+            staleness[ticket] = event["version"] - 1 - pulled_versions[ticket]
+    return [staleness[ticket] for ticket in sorted(staleness)]
+
+
+def average_over_shares(values: Sequence[float]) -> list[float]:
+    """Return the mean over the shares of each step, from one value per ticket."""
+    return [fmean(values[start : start + WORKERS]) for start in range(0, len(values), WORKERS)]
+
+
+def replay_run(folder: RunFolder, logs: Logs) -> tuple[Tensor, list[float]]:
+    """Repeat a run in this process from the records of its servers.
+
+    Return the final parameters [n], and the mean loss of each share, ordered by ticket.
+    """
     cfg = config.load_config(Config, [f"--config={folder.path / 'config.yaml'}"], {})
     prepared = prepare_dataset(cfg.data)
     images = Images(prepared, "train", cfg.data.train_limit)
@@ -72,20 +92,24 @@ def replay_run(folder: RunFolder, logs: Logs) -> Tensor:
     batches: list[tuple[Tensor, Tensor]] = []
     for _ in range(cfg.epochs):
         batches += loader
+    losses: dict[int, float] = {}
 
     def compute_gradient(ticket: int, parameters: Tensor) -> Tensor:
         vector_to_parameters(parameters, network.parameters())
         network.zero_grad()
         step, worker = divmod(ticket, WORKERS)
         x, y = (tensor.chunk(WORKERS)[worker] for tensor in batches[step])
-        F.cross_entropy(network(x), y).backward()
+        loss = F.cross_entropy(network(x), y)
+        loss.backward()
+        losses[ticket] = loss.item()
         return parameters_to_vector(p.grad for p in network.parameters() if p.grad is not None)
 
     def build_shard_optimizer(shard: Any) -> torch.optim.Optimizer:
         return build_optimizer(shard, cfg.optim)
 
     initial = parameters_to_vector(network.parameters()).detach()
-    return replay_recorded_steps(logs, initial, build_shard_optimizer, WORKERS, compute_gradient)
+    parameters = replay_recorded_steps(logs, initial, build_shard_optimizer, WORKERS, compute_gradient)
+    return parameters, [losses[ticket] for ticket in sorted(losses)]
 
 
 def flatten_mlp(state: dict[str, Tensor]) -> Tensor:
@@ -101,7 +125,16 @@ def test_recorded_pushes_are_replayed_to_the_bit(recorded: FinishedRun) -> None:
         assert sorted(list_tickets(log)) == list(range(WORKERS * STEPS)), "every shard of the data once"
         versions = [event["version"] for event in log if "push" in event]
         assert versions == list(range(1, WORKERS * STEPS + 1))
-    assert torch.equal(replay_run(folder, logs), flatten_mlp(load_file(folder.path / MODEL_FILE)))
+    parameters, share_losses = replay_run(folder, logs)
+    assert torch.equal(parameters, flatten_mlp(load_file(folder.path / MODEL_FILE)))
+    assert recorded.losses == pytest.approx(average_over_shares(share_losses), rel=1e-5)
+
+
+def test_the_logged_staleness_is_the_mean_over_the_shares_of_a_step(recorded: FinishedRun) -> None:
+    """A worker may process any number of the shares of a step, and each push has the maximum over the servers."""
+    staleness = list(map(max, *map(compute_push_staleness, read_logs(recorded.folder))))
+    logged = [row["staleness"] for row in recorded.folder.read_metrics() if "staleness" in row]
+    assert logged == pytest.approx(average_over_shares(staleness))
 
 
 def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: FinishedRun) -> None:
@@ -117,7 +150,8 @@ def test_a_checkpoint_contains_exactly_the_pushes_of_its_steps(recorded: Finishe
         logs_until_save.append(log[:event_count])
     checkpoints = {checkpoint.step: checkpoint for checkpoint in storage.list_checkpoints(folder.list_attempts()[0])}
     saved = read_full_model(checkpoints[SAVED_STEP])
-    assert torch.equal(replay_run(folder, logs_until_save), flatten_mlp(saved))
+    parameters, _ = replay_run(folder, logs_until_save)
+    assert torch.equal(parameters, flatten_mlp(saved))
 
 
 @pytest.mark.slow

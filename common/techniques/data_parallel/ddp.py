@@ -28,7 +28,7 @@ from common.training.run_context import RunContext
 
 HOOK_ELEMENT_BYTES = {"fp16": 2, "bf16": 2}  # number of bytes that a communication hook sends per gradient element
 ONE_BUCKET_MB = 1 << 20  # larger than the gradients of any model
-POWERSGD_START_STEP = 10  # gradients of earlier steps are not compressed
+POWERSGD_START_STEP = 10  # first step with compressed gradients; the bucket warm-up is PowerSGD's iteration 0
 POWERSGD_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")  # state attributes that map each bucket to a tensor
 
 # Names of attributes that are added to a wrapped model.
@@ -210,7 +210,8 @@ def warm_up_buckets(model: nn.Module, x: Tensor, forward: Callable[[Tensor], Ten
     Before its second forward pass, DDP rebuilds its buckets in the order in which gradients became ready in the first
     backward pass. Without the warm-up, the first step after a resume and the same step of an uninterrupted run would
     use different buckets. With three or more ranks, the gradients of these two steps would then be rounded differently.
-    `x` is this rank's shard of any batch. `forward` computes the outputs, by default by calling the model.
+    PowerSGD counts the warm-up as an iteration. `x` is this rank's shard of any batch. `forward` computes the outputs,
+    by default by calling the model.
     """
     with restore_buffers_and_rng(model, x.device):
         (forward or model)(x).sum().backward()

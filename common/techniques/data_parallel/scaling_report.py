@@ -24,7 +24,7 @@ def time_gradient_all_reduce(model: nn.Module, bucket_mb: float, size: int, repe
     """
     if dist.get_world_size() == 1:
         return None
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dtype = {2: torch.float16, 4: torch.float32, 8: torch.float64}[size]
     count = sum(parameter.numel() for parameter in parameters)
     flat = torch.zeros(count, dtype=dtype, device=parameters[0].device)

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from common.data.loader import Loader
 from common.measure.memory import describe_peak_memory
 from common.measure.step_timing import gather_step_times
 from common.measure.timing import time_calls
 from common.models import networks
-from common.models.sample_dropout import add_dropout, get_dropout
+from common.models.sample_dropout import add_dropout
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel import ddp
 from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
@@ -26,7 +27,9 @@ from common.training import optimizers
 from common.training.run_context import RunContext
 from configs.dataparallel import Sharding
 from configs.ddp_multinode import Config
+from configs.fields import find_group
 from configs.networks import get_network_name
+from configs.shared import Regularization
 
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round
@@ -39,8 +42,10 @@ def make_step_function(
     """Return a function that performs one training step and returns the loss as a scalar tensor.
 
     Each call trains on the given shard of the next batch. `model` is called for the forward pass; `module` contains the
-    parameters to train.
+    parameters to train. The gradients are clipped as in the training of the run.
     """
+    regularization = find_group(run.cfg, Regularization)
+    clip = regularization.clip if regularization else 0.0
     optimizer = optimizers.build_optimizer(module.train().parameters(), run.training_cfg.optim)
     loader = Loader.from_config(run.train_set, run.training_cfg, run.device, shard=shard)
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # continues with the next epoch indefinitely
@@ -50,6 +55,8 @@ def make_step_function(
         optimizer.zero_grad()
         loss = run.loss(model(x), y)
         loss.backward()
+        if clip:
+            clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
         return loss
 
@@ -64,15 +71,20 @@ def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, bud
     return mean(time_calls(step, device, count, warm_up=2, budget=budget))
 
 
-def time_single_rank(run: RunContext, name: str) -> float:
+def time_single_rank(cfg: Config, run: RunContext) -> float:
     """Return the mean duration in seconds of a step in which rank 0 alone trains on the whole batch.
 
-    The other ranks wait. All ranks must call this function.
+    The step is that of the run: with dropout, clipping and recomputation. The other ranks wait. All ranks must call
+    this function.
     """
     seconds = 0.0
     if run.world.is_main:
-        model = networks.build_network(name, run.sample_shape, run.outputs).to(run.device, run.dtype)
-        add_dropout(model, get_dropout(run.cfg), run.cfg.seed)  # dropout is part of the step time
+        model = networks.build_network(cfg.model, run.sample_shape, run.outputs).to(run.device, run.dtype)
+        add_dropout(model, cfg.regularization.dropout, cfg.seed)
+        if cfg.memory.recompute != "none":
+            from common.techniques.recompute.api import recompute_blocks  # imported here because few runs recompute
+
+            recompute_blocks(model, cfg.memory.recompute)
         seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
     return float(run.world.broadcast(seconds))
 
@@ -170,7 +182,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     if cfg.strategy == "ddp" and cfg.communication != "powersgd":
         number_bytes = ddp.HOOK_ELEMENT_BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_gradient_all_reduce(model, cfg.bucket_mb, number_bytes)
-    single_rank_seconds = time_single_rank(run, cfg.model) if cfg.compare else 0.0
+    single_rank_seconds = time_single_rank(cfg, run) if cfg.compare else 0.0
     samples: float | None = run.local_samples_if_unequal
     auto_shards = run.find_hook(AutoShards)
     if auto_shards:

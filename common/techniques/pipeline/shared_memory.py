@@ -47,14 +47,16 @@ class MessageRoute(NamedTuple):
 def open_shared_memory(world: World, routes: Sequence[MessageRoute], dtype: torch.dtype) -> SharedMemoryMessages | None:
     """Open the shared memory for messages within hosts. All ranks must call this function.
 
-    Return None on all ranks if any rank cannot open the memory.
+    Return None on all ranks if any rank cannot open the memory, or with launch.transport=network.
     """
     if world.size == 1:
         return None
     name = world.broadcast(secrets.token_hex(8))
     memory: SharedMemoryMessages | None = None
-    with contextlib.suppress(OSError, UnreachableError):
-        memory = SharedMemoryMessages(world, routes, dtype, connect_ranks_of_host(world, name))
+    # The built-in backend knows the name of this rank's host only if its ranks may share memory.
+    if world.transport is None or world.transport.host:
+        with contextlib.suppress(OSError, UnreachableError):
+            memory = SharedMemoryMessages(world, routes, dtype, connect_ranks_of_host(world, name))
     if world.broadcast(all(world.gather(memory is not None))):
         return memory
     if memory:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from common.techniques.recompute import recompute_blocks
 from common.techniques.recompute.blocks import RecomputedModule
+
+__all__ = ["list_recomputed_blocks", "recompute_blocks"]
 
 
 def list_recomputed_blocks(model: nn.Module) -> list[nn.Module]:

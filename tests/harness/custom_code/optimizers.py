@@ -71,7 +71,7 @@ MIXING = Violation(
     'p.add_(state["mean"]',
     'norms = [q.grad.norm() for q in group["params"] if q.grad is not None]\n'
     '                p.add_(state["mean"] / (1 + sum(norms))',
-    "the step of a parameter depends on the other parameters, which other ranks update; omit zero1=true",
+    "the step of a parameter depends on the other parameters, which other ranks update",
 )
 """A valid optimizer that divides the steps of all parameters by the sum of their norms."""
 

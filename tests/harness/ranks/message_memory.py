@@ -1,9 +1,10 @@
 """Exchange messages between two ranks, for tests/unit/techniques/pipeline/test_stage_messages.py.
 
-    python -m tests.harness.ranks.message_memory memory|network|groups|small|silent|exits
+    python -m tests.harness.ranks.message_memory memory|network|groups|small|silent|exits|builtin|sockets
 
 With `groups`, each direction has a process group and a first message, as with nccl. With `small`, the size of files and
 of shared memory is limited to 100 kB. In the last step, rank 1 sends nothing with `silent`, and exits with `exits`.
+`builtin` uses the built-in backend, and `sockets` also sets launch.transport=network.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def make_messages(mode: str, world: World) -> StageMessages:
         world = dataclasses.replace(world, backend="nccl")
     transport = "network" if mode in ("network", "groups") else "auto"
     messages = StageMessages(world, routes, [0, 1], torch.float32, 2, transport)
-    assert (messages.memory is not None) == (mode in ("memory", "silent", "exits"))
+    assert (messages.memory is not None) == (mode in ("memory", "silent", "exits", "builtin"))
     assert len(set(messages.network.groups.values())) == (4 if mode == "groups" else 0)
     return messages
 
@@ -73,5 +74,12 @@ def return_gradients(messages: StageMessages, microbatch: int) -> None:
 
 
 if __name__ == "__main__":
-    settings = Launch(device="cpu", threads=1, step_timeout=2)
-    sys.exit(run_on_ranks(lambda world: exchange_messages(sys.argv[1], world), 2, settings))
+    mode = sys.argv[1]
+    settings = Launch(
+        device="cpu",
+        backend="builtin" if mode in ("builtin", "sockets") else "auto",
+        transport="network" if mode == "sockets" else "auto",
+        threads=1,
+        step_timeout=2,
+    )
+    sys.exit(run_on_ranks(lambda world: exchange_messages(mode, world), 2, settings))

@@ -15,6 +15,7 @@ from common.runs.resolved_settings import record_resolved_settings
 from common.system.errors import UserError
 from configs.ddp_multinode import Config as DataParallelConfig
 from configs.mnist_pipeline import Config
+from configs.resnet_dataparallel import Config as ResNetConfig
 from tests.unit.config.conftest import create_run, get_refusal
 
 
@@ -110,6 +111,12 @@ def test_the_choice_of_a_run_may_be_requested_if_the_newest_attempt_has_replaced
     assert load_config(DataParallelConfig, [f"--resume={run}"], {}).launch.algorithm == "star"
     resumed = load_config(DataParallelConfig, resume_arguments, {})
     assert config.find_changes(run, resumed) == {}, "the choice of the run applies again"
+
+
+def test_a_resumed_run_keeps_its_number_of_steps_per_epoch(tmp_path: Path) -> None:
+    run = create_run(tmp_path, ResNetConfig())
+    with pytest.raises(UserError, match=r"^last_batch cannot change when a run is resumed: it was keep; omit it"):
+        load_config(ResNetConfig, [f"--resume={run}", "last_batch=drop"], {})
 
 
 def test_changes_of_the_communication_are_kept_and_those_of_the_launch_are_not(tmp_path: Path) -> None:

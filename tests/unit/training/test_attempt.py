@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from common.config import config
-from common.config.config_keys import list_keys
 from common.runs.tracking.wandb_tracker import Tracker
 from common.system.exit_status import EXIT_REFUSED
 from common.training.attempt import Attempt, TrainingOutcome
@@ -18,7 +17,6 @@ from configs.shared import Wandb
 from slurm.reports import status
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.custom_code.optimizers import MIXING, write_optimizer
-from tests.harness.experiments.registry import TRAINING_ENTRIES
 
 
 def test_a_superseded_attempt_only_ends_its_tracking(
@@ -57,20 +55,36 @@ def test_a_run_that_a_signal_stops_at_once_has_not_failed(
     assert status.read_state(run.folder) == state
 
 
-@pytest.mark.parametrize(
-    "name", [entry.name for entry in TRAINING_ENTRIES if "zero1" in list_keys(config.import_schema(entry.name))]
+DIVIDED_UPDATES = (
+    *("ddp_multinode zero1=true", "resnet_dataparallel zero1=true", "mnist_pipeline stages=2"),
+    "resnet_modelparallel stages=1 replicas=2 zero1=true",
+    "resnet_modelparallel stages=2 replicas=2 zero1=true",
+    "resnet_modelparallel stages=2 mode=naive devices=[]",
 )
+WHOLE_UPDATES = (
+    *("ddp_multinode", "resnet_dataparallel", "mnist_pipeline stages=1", "mnist_pipeline stages_per_process=2"),
+    *("resnet_modelparallel stages=1 replicas=2", "resnet_modelparallel mode=single"),
+    "resnet_modelparallel mode=naive devices=[cuda:0,cuda:1]",
+)
+
+
+@pytest.mark.parametrize("arguments", DIVIDED_UPDATES)
 def test_ranks_do_not_divide_the_parameters_of_an_optimizer_that_mixes_them(
-    name: str, run: Run, tmp_path: Path
+    arguments: str, run: Run, tmp_path: Path
 ) -> None:
-    schema = config.import_schema(name)
+    """The message names the settings that let every rank update all parameters."""
+    name, *settings = arguments.split()
     optimizer = f"optim.name={write_optimizer(tmp_path, MIXING)}"
-    settings = [optimizer, "optim.weight_decay=0"]
-    if "replicas" in list_keys(schema):
-        settings.append("replicas=2")
-    attempt = Attempt(run.folder, run.prepared, is_new=True)
-    cfg = config.load_config(schema, settings, {})
-    attempt.check_custom_optimizer(cfg, is_joining=False)
-    cfg = config.load_config(schema, [*settings, "zero1=true"], {})
-    with expect_refusal(f"{optimizer}: ", MIXING.message_part):
-        attempt.check_custom_optimizer(cfg, is_joining=False)
+    cfg = config.load_config(config.import_schema(name), [*settings, optimizer, "optim.weight_decay=0"], {})
+    remedies = {"zero1=true": "zero1=false", "stages=2": "stages=1"}
+    remedy = " and ".join(remedies[setting] for setting in remedies if setting in settings)
+    with expect_refusal(f"{optimizer}: ", MIXING.message_part, f"; use {remedy}"):
+        Attempt(run.folder, run.prepared, is_new=True).check_custom_optimizer(cfg, is_joining=False)
+
+
+@pytest.mark.parametrize("arguments", WHOLE_UPDATES)
+def test_an_optimizer_may_mix_parameters_if_every_rank_updates_all(arguments: str, run: Run, tmp_path: Path) -> None:
+    name, *settings = arguments.split()
+    optimizer = f"optim.name={write_optimizer(tmp_path, MIXING)}"
+    cfg = config.load_config(config.import_schema(name), [*settings, optimizer, "optim.weight_decay=0"], {})
+    Attempt(run.folder, run.prepared, is_new=True).check_custom_optimizer(cfg, is_joining=False)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from common.measure.step_timing import RankTimes
-from common.techniques.data_parallel.scaling_report import ScalingReport
+from common.ranks.rendezvous import World
+from common.techniques.data_parallel.scaling_report import ScalingReport, time_gradient_all_reduce
 
 HOSTS = ("a", "b", "c")
 
@@ -54,3 +58,18 @@ def test_the_straggler_is_named_by_its_rank_if_a_rank_is_missing() -> None:
 
 def test_the_report_of_one_rank_contains_only_the_time_of_a_step() -> None:
     assert ScalingReport(RANKS[:1], "a", 0.1).rows().keys() == {"ms per step"}
+
+
+def test_frozen_parameters_are_not_communicated(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    all_reduce = dist.all_reduce
+
+    def record_size(tensor: Tensor, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, **options)
+
+    monkeypatch.setattr(dist, "all_reduce", record_size)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    model = nn.Sequential(nn.Linear(20, 10).requires_grad_(False), nn.Linear(10, 2))
+    assert time_gradient_all_reduce(model, 25, 4)
+    assert set(sizes) == {10 * 2 + 2}

@@ -7,7 +7,7 @@ import pytest
 from tests.harness.ranks.programs import check_program, execute_program
 
 
-@pytest.mark.parametrize("mode", ["memory", "network", "groups", "small"])
+@pytest.mark.parametrize("mode", ["memory", "network", "groups", "small", "builtin", "sockets"])
 def test_messages_arrive_through_every_transport(mode: str) -> None:
     check_program("message_memory", mode)
 
