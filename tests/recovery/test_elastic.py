@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.harness.commands.processes import Settings
@@ -58,6 +59,12 @@ def pick_step(point: str) -> int:
     return STEP.get(point) or random.SystemRandom().randrange(2, 24)
 
 
+def list_checkpoint_steps(folder: RunFolder) -> list[int]:
+    """Return the steps of the checkpoints of a run with one attempt."""
+    (attempt,) = folder.list_attempts()
+    return [checkpoint.step for checkpoint in storage.list_checkpoints(attempt)]
+
+
 def scale_and_counter(folder: RunFolder) -> list[tuple[Any, Any]]:
     """Return the loss scale of every row, and the steps since its last change."""
     return [(row.get("scale"), row.get("counter")) for row in folder.read_metrics()]
@@ -75,6 +82,18 @@ def test_an_evaluation_is_not_lost_with_a_rank(train_struck: TrainStruck) -> Non
     folder = train_struck("updated:1:10:kill", *THREE, "elastic.rejoin=1", "data.workers=1")
     lost, _ = list_lost_and_joined(folder)
     assert lost == [1]
+
+
+def test_the_best_model_is_kept_if_a_rank_is_lost_while_it_is_saved(
+    data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Within an epoch and after an epoch. The other ranks repeat the evaluation, which decides what is saved."""
+    settings = (data, "evaluate_every=5", "checkpoint.every_steps=0", "checkpoint.best=test_loss", "checkpoint.keep=9")
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings)
+    faults = "save:1:5:kill,save:2:10:kill"
+    folder = train_and_compare(undisturbed, faults, *settings, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1, 2], [])
+    assert list_checkpoint_steps(folder) == list_checkpoint_steps(undisturbed) == [5, 10, 15, 20, 25]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
