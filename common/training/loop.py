@@ -300,12 +300,13 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
             for part in state.parts:
                 part.eval()
             scores = evaluate()
+            score = saver.broadcast_score(scores)
             if is_last:
                 saver.save_final_model(run.step)
 
     if scores:
         metrics.write_values(run.step, scores)
-    saver.save_if_best(run.step, scores)
+    saver.save_if_best(run.step, score)
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.exclude_pause()
     if is_last:

@@ -87,12 +87,12 @@ def test_an_evaluation_is_not_lost_with_a_rank(train_struck: TrainStruck) -> Non
 def test_the_best_model_is_kept_if_a_rank_is_lost_while_it_is_saved(
     data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Within an epoch and after an epoch. The other ranks repeat the evaluation, which decides what is saved."""
+    """Within an epoch, after an epoch, or just before. The other ranks repeat the evaluation and save the model."""
     settings = (data, "evaluate_every=5", "checkpoint.every_steps=0", "checkpoint.best=test_loss", "checkpoint.keep=9")
     undisturbed = train_on_one_rank(tmp_path_factory, *settings)
-    faults = "save:1:5:kill,save:2:10:kill"
-    folder = train_and_compare(undisturbed, faults, *settings, *THREE, "elastic.rejoin=0", runs=tmp_path / "runs")
-    assert list_lost_and_joined(folder) == ([1, 2], [])
+    faults = "save:1:5:kill,save:2:10:kill,evaluated:3:15:kill"
+    folder = train_and_compare(undisturbed, faults, *settings, *FOUR, "elastic.rejoin=0", runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1, 2, 3], [])
     assert list_checkpoint_steps(folder) == list_checkpoint_steps(undisturbed) == [5, 10, 15, 20, 25]
 
 

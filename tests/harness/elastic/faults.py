@@ -28,6 +28,7 @@ from torch.amp import GradScaler
 
 from common.api import start
 from common.checkpoint import checkpointer
+from common.checkpoint.saver import Saver
 from common.checkpoint.train_state import TrainState
 from common.config import config
 from common.data.loader import Loader
@@ -168,6 +169,7 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
     call_before(ElasticRecovery, "commit", lambda self: planted.reach_point("committed", self.run.step + 1), after=True)
     call_before(loop.Step, "__exit__", lambda step, *_: planted.reach_point("updated", step.number))
     call_before(RunContext, "stop_if_requested", lambda run: planted.reach_point("evaluation", run.step))
+    call_before(Saver, "save_if_best", lambda _, step, *__: planted.reach_point("evaluated", step))
     call_before(checkpointer, "write_rank_file", lambda *_: planted.reach_point("save", planted.recovery.run.step))
     call_before(
         group, "form_process_group", lambda member, *_: planted.reach_point("forming", member.generation.number)
