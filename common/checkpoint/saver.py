@@ -115,6 +115,7 @@ class Saver:
         if decision.diverged:
             self.raise_if_diverged()
         saved = decision.save and self.save(step)
+        self.vote.finish_save()
         if decision.stop:
             self._raise_stop_requested(step, saved)
         return decision.save

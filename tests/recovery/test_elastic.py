@@ -96,6 +96,12 @@ def test_the_best_model_is_kept_if_a_rank_is_lost_while_it_is_saved(
     assert list_checkpoint_steps(folder) == list_checkpoint_steps(undisturbed) == [5, 10, 15, 20, 25]
 
 
+def test_a_checkpoint_is_saved_a_step_later_if_a_rank_is_lost_while_it_is_saved(train_struck: TrainStruck) -> None:
+    settings = ("processes_per_node=2", "elastic=true", "elastic.rejoin=0", "checkpoint.every_steps=8")
+    folder = train_struck("save:0:8:kill", *settings, "checkpoint.keep=9")
+    assert list_checkpoint_steps(folder) == [9, 16, 24, 25]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_frozen_rank_is_lost_and_rejoins(ranks: int, train_struck: TrainStruck) -> None:
     """Its heartbeats stop; the process is killed, and a new one copies the state of another rank."""
