@@ -192,6 +192,8 @@ def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evalu
         accuracy = f"  test_accuracy {scores['test_accuracy']:.2%}" if "test_accuracy" in scores else ""
         run.log_message(f"epoch {epochs:.3g}  step {run.step}  test_loss {scores['test_loss']:.4f}{accuracy}")
     if run.step < run.total:
+        if run.recovery is not None:
+            run.recovery.let_ranks_join()
         return
 
     peaks = run.world.gather(read_peak_memory(run.device))

@@ -119,6 +119,26 @@ def test_a_new_process_that_freezes_before_its_first_message_does_not_block_the_
     assert list_lost_and_joined(folder) == ([1], [])
 
 
+def test_a_lost_rank_rejoins_a_run_with_one_step_per_epoch(
+    data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings = (data, "data.train_limit=24", "steps=12", "epochs=12")
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings)
+    elastic = ("processes_per_node=2", "elastic=true")
+    faults = "reduction:1:3:kill,begin:0:6:join"
+    folder = train_and_compare(undisturbed, faults, *settings, *elastic, runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1], [1])
+
+
+def test_a_change_of_ranks_that_cannot_be_written_does_not_end_the_run(
+    data: str, undisturbed: RunFolder, tmp_path: Path
+) -> None:
+    settings = (data, "processes_per_node=2", "elastic=true", "elastic.rejoin=0")
+    name = "ddp_multinode+disk_error"
+    folder = train_and_compare(undisturbed, "begin:1:9:kill", *settings, runs=tmp_path / "runs", name=name)
+    assert list_lost_and_joined(folder) == ([1], [])
+
+
 def test_all_ranks_are_lost_and_rejoin_one_after_another(
     data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

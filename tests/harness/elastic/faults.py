@@ -11,6 +11,7 @@ CODE_CHANGES, as in ddp_multinode+local_weights.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import math
 import multiprocessing
@@ -34,7 +35,7 @@ from common.config import config
 from common.data.loader import Loader
 from common.measure.step_timing import StepTimer
 from common.models import networks
-from common.techniques.elastic import group, peer_copy
+from common.techniques.elastic import group, peer_copy, recovery
 from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import loop
 from common.training.run_context import RunContext
@@ -251,6 +252,15 @@ def use_batchnorm() -> None:
     networks.ResNet18 = build  # type: ignore[assignment,misc]
 
 
+def fail_writing_rank_changes() -> None:
+    """Let the disk fail when a change in the set of ranks is written to the run folder."""
+
+    def raise_disk_error(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    recovery.write_json = raise_disk_error  # type: ignore[attr-defined]
+
+
 CODE_CHANGES = {
     "local_weights": keep_local_weights,
     "old_mean": keep_old_mean,
@@ -258,6 +268,7 @@ CODE_CHANGES = {
     "slow": slow_down_steps,
     "overflow": force_overflows,
     "batchnorm": use_batchnorm,
+    "disk_error": fail_writing_rank_changes,
 }
 
 if __name__ == "__main__":
