@@ -258,7 +258,7 @@ def fail_writing_rank_changes() -> None:
     def raise_disk_error(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    recovery.write_json = raise_disk_error  # type: ignore[assignment]
+    recovery.write_json = raise_disk_error  # type: ignore[attr-defined,assignment]
 
 
 CODE_CHANGES = {
