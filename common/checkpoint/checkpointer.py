@@ -23,6 +23,7 @@ from common.checkpoint.storage import CheckpointPath, Manifest, ManifestEntry, S
 from common.ranks.ranks import Ranks
 from common.runs.folder import RunFolder, fsync_path, write_atomic
 from common.runs.run_progress import RunProgress
+from common.system.bounded_wait import mark_bounded_wait
 from common.system.causes import Cause
 from common.system.errors import CausedDiskError, RunTakenError, UserError
 from common.system.text import format_count
@@ -229,6 +230,7 @@ class Checkpointer:
         checkpoint = CheckpointPath(self.folder, step)
         write_atomic(checkpoint.path.with_name(name), f"{checkpoint.name}\n")
 
+    @mark_bounded_wait()
     def wait_for_deletions(self) -> None:
         """Wait until the background thread has deleted old checkpoints."""
         if self.deletion is not None:

@@ -18,6 +18,7 @@ from common.checkpoint import storage
 from common.checkpoint.hashing_writer import HashingWriter
 from common.checkpoint.storage import CheckpointPath, InvalidCheckpoint, Manifest, ManifestEntry
 from common.system import foreign_text
+from common.system.bounded_wait import mark_bounded_wait
 from common.system.causes import Cause
 from common.system.errors import UserError, summarize_error
 
@@ -37,6 +38,7 @@ class WriteProblem(NamedTuple):
         return cls(summarize_error(disk_error), foreign_text.classify_error(error))
 
 
+@mark_bounded_wait()
 def write_rank_file(path: Path, content: dict[str, Any]) -> ManifestEntry:
     """Write a rank's file, flush the file to the disk, and return its size and checksum.
 

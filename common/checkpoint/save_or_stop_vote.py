@@ -63,6 +63,8 @@ class SaveOrStopVote:
         self.ranks = ranks
         self.settings = settings
         self.stop_request = stop_request
+        self.is_save_pending = False
+        """True if this rank votes to save, from when a save is due until `finish_save` is called."""
         self.start_votes_after(0)
 
     def start_votes_after(self, step: int) -> None:
@@ -123,23 +125,30 @@ class SaveOrStopVote:
     def vote_after_step(self, step: int, diverged: bool, wait_start: float, *, run_taken: bool = False) -> Decision:
         """Vote after a step on saving and stopping, and return the decision.
 
-        All ranks must call this method. `diverged` and `run_taken` are used on rank 0 only, and rank 0's clock
-        determines when to save. `wait_start` is the time.perf_counter() value at which this rank started to wait for
-        the other ranks.
+        All ranks must call this method. `diverged` and `run_taken` are used on rank 0 only. `wait_start` is the
+        time.perf_counter() value at which this rank started to wait for the other ranks.
         """
         now = time.perf_counter()
-        is_save_due = 0 < self.settings.every_seconds <= now - self.saved_at
+        if self._is_save_step(step) or 0 < self.settings.every_seconds <= now - self.saved_at:
+            self.is_save_pending = True
         next_step = step + self._choose_interval(max(1, step - self.last_step), now)
-        ballot = Ballot(stop=bool(self.stop_request.signal_number), wait_us=int(1e6 * self.local_wait))
+        # All ranks vote on saving, because rank 0 may be a new process that does not know when the run was last saved.
+        stop = bool(self.stop_request.signal_number)
+        ballot = Ballot(stop, self.is_save_pending, wait_us=int(1e6 * self.local_wait))
         if self.ranks.current.is_main:
-            ballot = ballot._replace(save=is_save_due, diverged=diverged, run_taken=run_taken, next_vote=next_step)
+            ballot = ballot._replace(diverged=diverged, run_taken=run_taken, next_vote=next_step)
         outcome = ballot.reduce_max(self.ranks.current)
 
         self.max_wait = outcome.wait_us / 1e6
         self.local_wait = time.perf_counter() - wait_start
         self.next_step = outcome.next_vote
         self.last_step = step
-        save = bool(outcome.stop or outcome.save) or self._is_save_step(step)
+        save = bool(outcome.stop or outcome.save)
         if save:
             self.saved_at = now
+        self.is_save_pending = save
         return Decision(bool(outcome.stop), save, bool(outcome.diverged), bool(outcome.run_taken))
+
+    def finish_save(self) -> None:
+        """Record that a decision to save was executed. Otherwise, the next vote decides to save again."""
+        self.is_save_pending = False

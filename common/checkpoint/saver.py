@@ -115,6 +115,7 @@ class Saver:
         if decision.diverged:
             self.raise_if_diverged()
         saved = decision.save and self.save(step)
+        self.vote.finish_save()
         if decision.stop:
             self._raise_stop_requested(step, saved)
         return decision.save
@@ -199,15 +200,18 @@ class Saver:
         state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")
         return self.checkpointer.save(step, state, best=best)
 
-    def save_if_best(self, step: int, scores: dict[str, float]) -> None:
-        """Save the state after an evaluation if its score is the best so far (see `checkpoint.best`)."""
+    def broadcast_score(self, scores: dict[str, float]) -> float | None:
+        """Return the score that `checkpoint.best` names, or None if rank 0 does not know this score."""
         name = self.cfg.checkpoint.best
-        score = self.ranks.current.broadcast(scores.get(name)) if name != "none" else None
+        return self.ranks.current.broadcast(scores.get(name)) if name != "none" else None
+
+    def save_if_best(self, step: int, score: float | None) -> None:
+        """Save the state after an evaluation if `score` is the best so far."""
         if score is None:
             return
         previous = self.progress.best_score
         if previous is not None:
-            is_better = score > previous if name == "test_accuracy" else score < previous
+            is_better = score > previous if self.cfg.checkpoint.best == "test_accuracy" else score < previous
             if not is_better:
                 return
         # If the save fails, an elastic run repeats the evaluation and compares its score again.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from common.system import foreign_text
+from common.system.bounded_wait import mark_bounded_wait
 from common.system.causes import Cause
 from common.system.errors import CausedRuntimeError, MachineError, UserError
 from common.system.processes import kill_with_parent, read_process_stat
@@ -173,6 +174,7 @@ class WorkerPool:
         finally:
             self.kill_workers()
 
+    @mark_bounded_wait()
     def _wait_for_block(self, worker: DataWorker, stop_requested: Callable[[], bool]) -> bool:
         """Wait for the worker's next block; return False if a stop is requested before the block is ready."""
         poll_seconds = min(POLL_SECONDS, self.timeout)

@@ -314,11 +314,12 @@ class SharedMetricsLog(MetricsLog):
             self.show(last_row["global_step"], logged)
 
     def drop_unwritten_rows(self) -> None:
-        """Discard the stored rows.
+        """Discard the stored rows, unless rank 0 cannot write them, for example because the disk is full.
 
-        Call this method only after a vote of all ranks, when rank 0 has written all rows.
+        All ranks must call this method after the same flush.
         """
-        self.unwritten_rows = []
+        if not self.ranks.current.broadcast(bool(self.writer.buffered_lines)):
+            self.unwritten_rows = []
 
     def write_values(self, step: int, values: dict[str, float]) -> None:
         """Flush the log, and write a row with the values of an evaluation.

@@ -62,7 +62,8 @@ def run_ranks(
     children: list[ChildRank] = []
     stop = StopSignalForwarder(children)
     oom_kills = host_memory.count_oom_kills()
-    coordinator = str(private / "coordinator") if elastic else ""
+    # This address of the folder `private` is short enough for a UNIX socket. The ranks inherit the file descriptor.
+    coordinator = f"/proc/self/fd/{lock}/coordinator" if elastic else ""
     forker = RankForker(body, size, nodes, private, coordinator, children)
     try:
         supervisor = None

@@ -36,13 +36,18 @@ class MetricsWriter:
         self.has_warned = False
 
     def continue_file(self) -> list[dict[str, Any]]:
-        """Continue a file of another process, and return its rows. An incomplete last line is removed."""
+        """Continue a file of another process, and return its rows.
+
+        An incomplete last line is removed. Buffered lines are discarded, because the other process may have written
+        them.
+        """
         content = self.file.read_bytes() if self.file.exists() else b""
         complete = content[: content.rfind(b"\n") + 1]
         if complete != content:
             os.truncate(self.file, len(complete))
         rows = [json.loads(line) for line in complete.splitlines()]
         self.written = len(rows)
+        self.buffered_lines = []
         return rows
 
     def add_rows(self, rows: Iterable[dict[str, Any]]) -> None:

@@ -54,13 +54,14 @@ class RunProgress:
 
     @contextlib.contextmanager
     def improve_best_score(self, score: float) -> Iterator[None]:
-        """Record a new best score. If the `with` block raises RuntimeError, the previous best score counts again."""
+        """Record a new best score. If the `with` block raises RuntimeError, the evaluation is due again instead."""
         previous = self.best_score
         self.best_score = score
         try:
             yield
         except RuntimeError:
             self.best_score = previous
+            self.unevaluated = True
             raise
 
     def record_save(self, step: int, *, best: bool) -> None:

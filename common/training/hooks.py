@@ -63,6 +63,10 @@ class RecoveryHook(StepHook, ABC):
         """Form a new process group after a rank was lost or has joined, so that training can continue."""
 
     @abstractmethod
+    def let_ranks_join(self) -> None:
+        """Raise an error on all ranks if a rank is waiting to join, so that a new process group is formed."""
+
+    @abstractmethod
     def finish_run(self) -> bool:
         """Return True if all ranks have finished the run. Otherwise, form a new process group and return False."""
 

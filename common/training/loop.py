@@ -192,6 +192,8 @@ def iterate_until_evaluation(run: RunContext, state: TrainState, evaluate: Evalu
         accuracy = f"  test_accuracy {scores['test_accuracy']:.2%}" if "test_accuracy" in scores else ""
         run.log_message(f"epoch {epochs:.3g}  step {run.step}  test_loss {scores['test_loss']:.4f}{accuracy}")
     if run.step < run.total:
+        if run.recovery is not None:
+            run.recovery.let_ranks_join()
         return
 
     peaks = run.world.gather(read_peak_memory(run.device))
@@ -300,12 +302,13 @@ def evaluate_epoch(run: RunContext, state: TrainState, evaluate: Evaluate) -> di
             for part in state.parts:
                 part.eval()
             scores = evaluate()
+            score = saver.broadcast_score(scores)
             if is_last:
                 saver.save_final_model(run.step)
 
     if scores:
         metrics.write_values(run.step, scores)
-    saver.save_if_best(run.step, scores)
+    saver.save_if_best(run.step, score)
     saver.checkpoint_or_stop(run.step, now=True)
     run.pace.exclude_pause()
     if is_last:

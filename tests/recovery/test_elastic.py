@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from common.checkpoint import storage
 from common.runs.folder import RunFolder
 from common.techniques.elastic.coordinator import EndReason
 from tests.harness.commands.processes import Settings
@@ -58,6 +59,12 @@ def pick_step(point: str) -> int:
     return STEP.get(point) or random.SystemRandom().randrange(2, 24)
 
 
+def list_checkpoint_steps(folder: RunFolder) -> list[int]:
+    """Return the steps of the checkpoints of a run with one attempt."""
+    (attempt,) = folder.list_attempts()
+    return [checkpoint.step for checkpoint in storage.list_checkpoints(attempt)]
+
+
 def scale_and_counter(folder: RunFolder) -> list[tuple[Any, Any]]:
     """Return the loss scale of every row, and the steps since its last change."""
     return [(row.get("scale"), row.get("counter")) for row in folder.read_metrics()]
@@ -77,6 +84,24 @@ def test_an_evaluation_is_not_lost_with_a_rank(train_struck: TrainStruck) -> Non
     assert lost == [1]
 
 
+def test_the_best_model_is_kept_if_a_rank_is_lost_while_it_is_saved(
+    data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Within an epoch, after an epoch, or just before. The other ranks repeat the evaluation and save the model."""
+    settings = (data, "evaluate_every=5", "checkpoint.every_steps=0", "checkpoint.best=test_loss", "checkpoint.keep=9")
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings)
+    faults = "save:1:5:kill,save:2:10:kill,evaluated:3:15:kill"
+    folder = train_and_compare(undisturbed, faults, *settings, *FOUR, "elastic.rejoin=0", runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1, 2, 3], [])
+    assert list_checkpoint_steps(folder) == list_checkpoint_steps(undisturbed) == [5, 10, 15, 20, 25]
+
+
+def test_a_checkpoint_is_saved_a_step_later_if_a_rank_is_lost_while_it_is_saved(train_struck: TrainStruck) -> None:
+    settings = ("processes_per_node=2", "elastic=true", "elastic.rejoin=0", "checkpoint.every_steps=8")
+    folder = train_struck("save:0:8:kill", *settings, "checkpoint.keep=9")
+    assert list_checkpoint_steps(folder) == [9, 16, 24, 25]
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_frozen_rank_is_lost_and_rejoins(ranks: int, train_struck: TrainStruck) -> None:
     """Its heartbeats stop; the process is killed, and a new one copies the state of another rank."""
@@ -91,6 +116,26 @@ def test_a_frozen_rank_is_lost_and_rejoins(ranks: int, train_struck: TrainStruck
 def test_a_new_process_that_freezes_before_its_first_message_does_not_block_the_run(train_struck: TrainStruck) -> None:
     faults = "reduction:1:5:kill,arriving:1:0:stop"
     folder = train_struck(faults, "processes_per_node=2", "elastic=true", "elastic.rejoin=1")
+    assert list_lost_and_joined(folder) == ([1], [])
+
+
+def test_a_lost_rank_rejoins_a_run_with_one_step_per_epoch(
+    data: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    settings = (data, "data.train_limit=24", "steps=12", "epochs=12")
+    undisturbed = train_on_one_rank(tmp_path_factory, *settings)
+    elastic = ("processes_per_node=2", "elastic=true")
+    faults = "reduction:1:3:kill,begin:0:6:join"
+    folder = train_and_compare(undisturbed, faults, *settings, *elastic, runs=tmp_path / "runs")
+    assert list_lost_and_joined(folder) == ([1], [1])
+
+
+def test_a_change_of_ranks_that_cannot_be_written_does_not_end_the_run(
+    data: str, undisturbed: RunFolder, tmp_path: Path
+) -> None:
+    settings = (data, "processes_per_node=2", "elastic=true", "elastic.rejoin=0")
+    name = "ddp_multinode+disk_error"
+    folder = train_and_compare(undisturbed, "begin:1:9:kill", *settings, runs=tmp_path / "runs", name=name)
     assert list_lost_and_joined(folder) == ([1], [])
 
 

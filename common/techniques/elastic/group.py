@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from common.system.bounded_wait import mark_bounded_wait
 from common.techniques.elastic.member import Member
 
 Connections = list[tuple[int, int]]  # file descriptor and inode of each connection
@@ -58,7 +59,7 @@ def form_process_group(member: Member, timeout: datetime.timedelta, number: int)
     # differ between ranks.
     dist.distributed_c10d._world.group_count = 0
     connect_timeout = datetime.timedelta(seconds=member.max_sleep_seconds / CONNECT_FACTOR)
-    with member.mark_bounded_wait():
+    with mark_bounded_wait():
         dist.init_process_group(
             "gloo",
             store=CoordinatorStore(member),

@@ -16,12 +16,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.ranks.rank_info import ORPHAN_COMMAND_VARIABLE
+from common.system import bounded_wait
 
 HEARTBEATS_PER_TIMEOUT = 5
 GRACE_SECONDS = 2.0  # time in addition to the timeout before a rank that has not signed in counts as stuck
@@ -87,8 +88,6 @@ class Member:
         """True if another rank is waiting to join the next generation."""
         self.max_sleep_seconds = timeout + GRACE_SECONDS
         """Time in seconds that the main thread may sleep after the end of a generation before it counts as stuck."""
-        self.is_wait_bounded = False
-        """True while the main thread is in a wait that has its own time limit."""
         self.last_busy = 0.0
         """Monotonic time at which the main thread was last seen busy after the end of the generation."""
         self.cpu_ticks = -1
@@ -108,19 +107,6 @@ class Member:
         while "generation" not in self.answers.get():
             pass  # discards an answer that belongs to the previous generation
         return self.generation
-
-    @contextlib.contextmanager
-    def mark_bounded_wait(self) -> Iterator[None]:
-        """Mark a wait of the main thread that has its own time limit.
-
-        During this wait, the rank does not count as stuck.
-        """
-        self.is_wait_bounded = True
-        try:
-            yield
-        finally:
-            self.last_busy = time.monotonic()
-            self.is_wait_bounded = False
 
     def set_value(self, key: str, value: str) -> None:
         """Set a value for all members of this generation."""
@@ -204,7 +190,7 @@ class Member:
         because a lost rank can be restarted.
         """
         state, ticks = read_main_thread()
-        if self.is_wait_bounded or state != SLEEPING_STATE or ticks != self.cpu_ticks:
+        if bounded_wait.IS_WAITING.is_set() or state != SLEEPING_STATE or ticks != self.cpu_ticks:
             self.last_busy = now
             self.cpu_ticks = ticks
         elif now - self.last_busy > self.max_sleep_seconds:

@@ -128,11 +128,13 @@ class ElasticRecovery(RecoveryHook):
         return means
 
     def between_steps(self, number: int) -> None:
-        """Raise GenerationEnded on all ranks if a rank is waiting to join.
+        """Let waiting ranks join. After the last step of an epoch, the evaluation comes first."""
+        if number % self.state.loader.steps:
+            self.let_ranks_join()
 
-        After the last step of an epoch, the evaluation comes first.
-        """
-        if self.join_agreed and number % self.state.loader.steps and number < self.run.total:
+    def let_ranks_join(self) -> None:
+        """Raise GenerationEnded on all ranks if a rank is waiting to join and steps remain."""
+        if self.join_agreed and self.run.step < self.run.total:
             self.leaving = True
             raise GenerationEnded("a rank is waiting to join")
 
@@ -318,7 +320,7 @@ class ElasticRecovery(RecoveryHook):
             )
             run.stop_request.request_stop()
         if run.world.is_main:
-            with contextlib.suppress(UserError):  # a full disk is reported when metrics or checkpoints are written
+            with contextlib.suppress(UserError, OSError):  # reported when metrics or checkpoints are written
                 write_json(run.folder.attempt_folder / GENERATIONS_FILE, run.progress.generations)
 
 

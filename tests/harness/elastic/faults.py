@@ -11,6 +11,7 @@ CODE_CHANGES, as in ddp_multinode+local_weights.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import math
 import multiprocessing
@@ -28,12 +29,13 @@ from torch.amp import GradScaler
 
 from common.api import start
 from common.checkpoint import checkpointer
+from common.checkpoint.saver import Saver
 from common.checkpoint.train_state import TrainState
 from common.config import config
 from common.data.loader import Loader
 from common.measure.step_timing import StepTimer
 from common.models import networks
-from common.techniques.elastic import group, peer_copy
+from common.techniques.elastic import group, peer_copy, recovery
 from common.techniques.elastic.recovery import ElasticRecovery
 from common.training import loop
 from common.training.run_context import RunContext
@@ -168,6 +170,7 @@ def plant_faults(name: str, faults: list[Fault]) -> None:
     call_before(ElasticRecovery, "commit", lambda self: planted.reach_point("committed", self.run.step + 1), after=True)
     call_before(loop.Step, "__exit__", lambda step, *_: planted.reach_point("updated", step.number))
     call_before(RunContext, "stop_if_requested", lambda run: planted.reach_point("evaluation", run.step))
+    call_before(Saver, "save_if_best", lambda _, step, *__: planted.reach_point("evaluated", step))
     call_before(checkpointer, "write_rank_file", lambda *_: planted.reach_point("save", planted.recovery.run.step))
     call_before(
         group, "form_process_group", lambda member, *_: planted.reach_point("forming", member.generation.number)
@@ -249,6 +252,15 @@ def use_batchnorm() -> None:
     networks.ResNet18 = build  # type: ignore[assignment,misc]
 
 
+def fail_writing_rank_changes() -> None:
+    """Let the disk fail when a change in the set of ranks is written to the run folder."""
+
+    def raise_disk_error(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    recovery.write_json = raise_disk_error  # type: ignore[attr-defined,assignment]
+
+
 CODE_CHANGES = {
     "local_weights": keep_local_weights,
     "old_mean": keep_old_mean,
@@ -256,6 +268,7 @@ CODE_CHANGES = {
     "slow": slow_down_steps,
     "overflow": force_overflows,
     "batchnorm": use_batchnorm,
+    "disk_error": fail_writing_rank_changes,
 }
 
 if __name__ == "__main__":

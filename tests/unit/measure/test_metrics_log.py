@@ -64,10 +64,28 @@ def test_rows_that_a_lost_rank_0_has_not_written_are_written_once(
     assert read_positions(file)[6:] == [(6, False), (7, False)]
 
 
-def test_rows_from_before_a_vote_can_be_dropped(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    survivor = open_log(file, is_main=False)
-    add_steps(survivor, 1, 5)
-    survivor.write_values(5, {"test_loss": 0.5})
-    survivor.drop_unwritten_rows()
-    assert survivor.collect_unwritten_rows() == []
+def test_rows_are_dropped_after_rank_0_has_written_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If rank 0 is lost before, another rank writes the rows. A rank that was rank 0 does not write them again."""
+    file = tmp_path / "folder that does not exist yet" / "metrics.jsonl"
+    first_main = open_log(file, is_main=True)
+    second_main = open_log(file, is_main=False)
+    for log in (first_main, second_main):
+        add_steps(log, 1, 5)
+        log.write_values(5, {"test_loss": 0.5})
+
+    def drop_unwritten_rows() -> None:
+        is_buffered = bool(first_main.writer.buffered_lines)
+        monkeypatch.setattr(World, "broadcast", lambda *_: is_buffered)
+        second_main.drop_unwritten_rows()
+
+    drop_unwritten_rows()
+    file.parent.mkdir()
+    become_main(second_main)
+    rows = [*[(step, False) for step in range(1, 6)], (5, True)]
+    assert read_positions(file) == rows
+
+    become_main(first_main)
+    add_steps(first_main, 6, 7)
+    assert read_positions(file) == [*rows, (6, False), (7, False)]
+    drop_unwritten_rows()
+    assert second_main.collect_unwritten_rows() == []

@@ -19,7 +19,14 @@ from common.ranks.rank_monitor import ChildRank, reap_child
 from common.system.errors import UserError
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import status
-from tests.harness.commands.processes import WAIT_TIMEOUT, find_processes, get_only_run, wait_until
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    Settings,
+    find_processes,
+    get_only_run,
+    run_experiment,
+    wait_until,
+)
 from tests.harness.environment.control_groups import CGROUP_ROOT, create_control_group
 from tests.harness.ranks.programs import execute_launch_case
 from tests.harness.runs.long_runs import ENDLESS_SETTINGS, list_rank_pids, start_long_run
@@ -66,6 +73,15 @@ def test_the_report_of_a_killed_rank_is_shown(tmp_path: Path) -> None:
     process = execute_launch_case("rank_0_is_killed_after_its_report", tmp_path)
     assert process.returncode == 128 + signal.SIGKILL
     assert "failed after step 3: rank 1 on node-1 did not answer; the other 2 ranks were stopped" in process.stderr
+
+
+def test_the_path_of_the_temporary_folder_may_be_long(digits: Settings, tmp_path: Path) -> None:
+    """The ranks of an elastic run connect to a UNIX socket in this folder."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    settings = (*digits, "steps=2", "elastic=true", "processes_per_node=2", "launch.device=cpu", "model=mlp")
+    run_experiment("ddp_multinode", *settings, runs=tmp_path / "runs", real_process=True, TMPDIR=folder)
+    assert not list(folder.glob("rendezvous-*"))
 
 
 @pytest.fixture
