@@ -47,8 +47,8 @@ COMMON_MISTAKES = [
     Mistake(
         "norm-gradient-not-summed",  # the backward of synchronised BatchNorm sees this process's loss alone
         "common/techniques/data_parallel/sync_batchnorm.py",
-        "        return AllReduce.forward(ctx, gradient)",
-        "        return gradient",
+        "        dist.all_reduce(gradients)\n",
+        "",
         caught_by="tests/experiments/test_resnet_dataparallel.py::test_ddp_with_synchronised_norms_equals_one_process",
     ),
     Mistake(
