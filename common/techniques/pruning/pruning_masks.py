@@ -190,7 +190,7 @@ class Masks:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[str, nn.Linear | nn.Conv2d] = {}
-        weights: set[nn.Parameter] = set()
+        weights: set[Tensor] = set()
         for name, layer in model.named_modules():
             if isinstance(layer, nn.Linear | nn.Conv2d) and layer.weight.requires_grad and layer.weight not in weights:
                 weights.add(layer.weight)
