@@ -174,15 +174,22 @@ def seed_global_rngs(seed: int) -> None:
     random.seed(seed)
 
 
+def list_gpus() -> list[int]:
+    """Return the indices of all visible GPUs, starting with the current GPU, which differs between ranks."""
+    current = torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    return [*range(current, count), *range(current)]
+
+
 def capture_rng_state() -> dict[str, Any]:
     """Return the states of this rank's global random number generators.
 
-    The generators are those of PyTorch, NumPy, Python, and CUDA if it is initialized.
+    The generators are those of PyTorch, NumPy, Python, and of all GPUs if CUDA is initialized.
     """
     version, numbers, next_gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "cuda": [torch.cuda.get_rng_state(gpu) for gpu in list_gpus()] if torch.cuda.is_initialized() else None,
         "numpy": seeds.pack_rng_state(np.random.get_state(legacy=True)),
         "python": [version, list(numbers), next_gauss],
     }
@@ -192,7 +199,10 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the states of the random number generators that `capture_rng_state` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        # Older checkpoints contain only the state of the current GPU.
+        gpu_states = [state["cuda"]] if isinstance(state["cuda"], Tensor) else state["cuda"]
+        for gpu, gpu_state in zip(list_gpus(), gpu_states, strict=False):
+            torch.cuda.set_rng_state(gpu_state, gpu)
     np.random.set_state(seeds.unpack_rng_state(state["numpy"]))
     version, numbers, next_gauss = state["python"]
     random.setstate((version, tuple(numbers), next_gauss))

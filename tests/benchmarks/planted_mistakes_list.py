@@ -47,9 +47,10 @@ COMMON_MISTAKES = [
     Mistake(
         "norm-gradient-not-summed",  # the backward of synchronised BatchNorm sees this process's loss alone
         "common/techniques/data_parallel/sync_batchnorm.py",
-        "        return AllReduce.forward(ctx, gradient)",
-        "        return gradient",
-        caught_by="tests/experiments/test_resnet_dataparallel.py::test_ddp_with_synchronised_norms_equals_one_process",
+        "        dist.all_reduce(gradients)\n",
+        "",
+        caught_by="tests/unit/techniques/data_parallel/test_sync_batchnorm.py"
+        "::test_synchronised_norms_equal_one_process_and_refuse_a_single_value",
     ),
     Mistake(
         "losses-summed",  # the mean over ranks without its division

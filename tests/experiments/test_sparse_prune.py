@@ -119,6 +119,14 @@ def test_frozen_weights_are_not_pruned() -> None:
     assert list(Masks(model).layers) == ["1"]
 
 
+def test_a_weight_that_two_layers_share_has_one_mask() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    masks = Masks(model)
+    assert list(masks.layers) == ["0"]
+    assert masks.weight_count == 4
+
+
 def test_pruned_weights_stay_pruned_and_layers_are_normalized_on_request() -> None:
     model = networks.build_network("lenet300", (28, 28), 10)
     masks = Masks(model)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import functools
 import itertools
 import mmap
@@ -112,8 +113,10 @@ class MemoryStream(SocketStream):
             self._slots = divide_into_slots(self.shared[name])
 
     def _send_descriptor(self, descriptor: int) -> int:
+        # socket.send_fds ignores its argument for flags.
+        descriptors = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
         try:
-            return socket.send_fds(self.socket, [b"\0"], [descriptor], socket.MSG_DONTWAIT)
+            return self.socket.sendmsg([b"\0"], [descriptors], socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
@@ -162,11 +165,15 @@ class MemoryStream(SocketStream):
             if not length & MEMORY_BIT:
                 self._message_in_slots = bool(length & IN_SLOTS_BIT)
                 return tag, length & ~IN_SLOTS_BIT
-            _, (descriptor, *_), _, _ = socket.recv_fds(self.socket, 1, 1)
+            data, descriptors, _, _ = socket.recv_fds(self.socket, 1, 1)
+            if not data:
+                raise EOFError
+            if not descriptors:  # the kernel drops a descriptor if this process cannot open another file
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             try:
-                self.shared[tag] = mmap.mmap(descriptor, length & ~MEMORY_BIT)
+                self.shared[tag] = mmap.mmap(descriptors[0], length & ~MEMORY_BIT)
             finally:
-                os.close(descriptor)
+                os.close(descriptors[0])
             if tag == SLOT_MEMORY_NAME:
                 self._slots = divide_into_slots(self.shared[tag])
 

@@ -11,7 +11,7 @@ from torch import nn
 from common.data.loader import Loader
 from common.runs.result import ReportData
 from common.techniques.data_parallel.ddp import HOOK_ELEMENT_BYTES, POWERSGD_START_STEP
-from common.techniques.data_parallel.sync_batchnorm import SyncBatchNorm2d
+from common.techniques.data_parallel.sync_batchnorm import SyncBatchNormNd
 from common.training import optimizers, step_formulas
 from common.training.run import Run
 from configs.ddp_multinode import Config
@@ -130,11 +130,13 @@ class StepFormulas:
     def predict_norm_messages(self) -> float:
         """Return the bytes that this rank sends to synchronize BatchNorm.
 
-        Each layer all-reduces three numbers per channel in each forward and backward pass.
+        Each layer all-gathers three numbers per channel in each forward pass, and all-reduces two in the backward pass.
         """
         ranks = self.shards * self.replicas
-        values = 3 * (2 * sum(self.norm_channels) + sum(self.recomputed_channels))
-        return 2 * (ranks - 1) / ranks * values * self.element_bytes
+        channels = sum(self.norm_channels)
+        gathered = 3 * ranks * (channels + sum(self.recomputed_channels))
+        reduced = 2 * channels
+        return (ranks - 1) / ranks * (gathered + 2 * reduced) * self.element_bytes
 
     def list_updated_sizes(self) -> list[list[int]]:
         """Return the sizes of the parameters that each rank updates with zero1."""
@@ -182,7 +184,7 @@ def report_step_formulas(cfg: Config, run: Run, units: Sequence[nn.Module]) -> R
 
 def list_norm_channels(module: nn.Module) -> list[int]:
     """Return the number of channels of each synchronized BatchNorm layer of a module."""
-    return [layer.num_features for layer in module.modules() if isinstance(layer, SyncBatchNorm2d)]
+    return [layer.num_features for layer in module.modules() if isinstance(layer, SyncBatchNormNd)]
 
 
 def list_recomputed_channels(model: nn.Module) -> list[int]:

@@ -183,15 +183,17 @@ class Masks:
     """Masks of the weights of a model's linear and convolutional layers.
 
     Biases, normalization layers and frozen weights are never pruned. The masks are bool buffers of the layers, named
-    `weight_mask`, and are therefore part of checkpoints. `factors` contains the masks as tensors of the weights' dtype,
-    because multiplying weights by such a tensor takes a tenth of the time of multiplying by a bool tensor. Call
-    `recompute_factors` after changing a buffer.
+    `weight_mask`, and are therefore part of checkpoints. If layers share a weight, only the first layer has a mask.
+    `factors` contains the masks as tensors of the weights' dtype, because multiplying weights by such a tensor takes a
+    tenth of the time of multiplying by a bool tensor. Call `recompute_factors` after changing a buffer.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[str, nn.Linear | nn.Conv2d] = {}
+        weights: set[Tensor] = set()
         for name, layer in model.named_modules():
-            if isinstance(layer, nn.Linear | nn.Conv2d) and layer.weight.requires_grad:
+            if isinstance(layer, nn.Linear | nn.Conv2d) and layer.weight.requires_grad and layer.weight not in weights:
+                weights.add(layer.weight)
                 self.layers[name] = layer
         if not self.layers:
             raise UserError("the network has no trainable linear or convolutional layer to prune; use another network")

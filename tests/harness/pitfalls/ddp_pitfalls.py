@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.models.networks import SimpleNN
 from common.ranks.rendezvous import World
-from common.techniques.data_parallel import ddp
+from common.techniques.data_parallel import ddp, sync_batchnorm
 from configs.ddp_multinode import Config
 from experiments import ddp_multinode
 from tests.harness.pitfalls.outcomes import TIMEOUT_SECONDS, collect_from_ranks, record_outcome
@@ -146,3 +146,56 @@ def compare_batchnorm_statistics() -> Any:
 def call_torch_sync_batchnorm() -> Any:
     """Return the result of torch's SyncBatchNorm on each rank."""
     return collect_from_ranks(2, lambda world: nn.SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).sum().item())
+
+
+def compare_sync_batchnorm() -> Any:
+    """Return the largest difference of synchronized BatchNorm in float32 from one process in float64, for each layer.
+
+    The mean of the inputs is large compared with their deviations. The first rank has one sample of five.
+    """
+
+    def compare(world: World, layer: nn.Module, *sizes: int) -> float:
+        torch.manual_seed(0)
+        x = torch.randn(5, 3, *sizes) + 1e3
+        factors = torch.randn(x.shape)  # makes the gradients of the samples differ
+        samples = slice(0, 1) if world.is_main else slice(1, 5)
+        synced: Any = sync_batchnorm.convert_sync_batchnorm(copy.deepcopy(layer), world.device)
+        shard = x[samples].requires_grad_()
+        output = synced(shard)
+        (output * factors[samples]).sum().backward()
+        dist.all_reduce(synced.weight.grad)
+
+        reference: Any = layer.double()
+        whole = x.double().requires_grad_()
+        expected_output = reference(whole)
+        (expected_output * factors).sum().backward()
+        assert whole.grad is not None
+        pairs = [
+            (output, expected_output[samples]),
+            (shard.grad, whole.grad[samples]),
+            (synced.weight.grad, reference.weight.grad),
+            (synced.running_mean, reference.running_mean),
+            (synced.running_var, reference.running_var),
+        ]
+        return max(((actual - expected).abs() / (1 + expected.abs())).max().item() for actual, expected in pairs)
+
+    def compare_layers(world: World) -> list[float]:
+        return [
+            compare(world, nn.BatchNorm1d(3)),
+            compare(world, nn.BatchNorm1d(3), 4),
+            compare(world, nn.BatchNorm2d(3), 4, 2),
+            compare(world, nn.BatchNorm3d(3), 4, 2, 2),
+        ]
+
+    return collect_from_ranks(2, compare_layers)
+
+
+def normalize_one_sample() -> Any:
+    """Return the result of synchronized BatchNorm of a batch with one sample, which the first rank has."""
+
+    def normalize(world: World) -> float:
+        layer = sync_batchnorm.convert_sync_batchnorm(nn.BatchNorm1d(3), world.device)
+        output = layer(torch.ones(1 if world.is_main else 0, 3))
+        return float(output.sum())
+
+    return collect_from_ranks(2, normalize)

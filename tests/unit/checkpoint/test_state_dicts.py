@@ -112,6 +112,46 @@ def test_restored_random_generators_repeat_their_numbers() -> None:
     assert draw_random_numbers() == first_numbers
 
 
+class SimulatedGpus:
+    """Random states of several GPUs, in place of those of torch.cuda."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, current: int) -> None:
+        self.states = [torch.tensor([gpu], dtype=torch.uint8) for gpu in range(count)]
+        functions = {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: count,
+            "current_device": lambda: current,
+            "get_rng_state": lambda gpu=current: self.states[gpu],
+            "set_rng_state": lambda state, gpu=current: self.states.__setitem__(gpu, state),
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def list_values(self) -> list[int]:
+        return [int(state) for state in self.states]
+
+
+def test_the_random_states_of_all_gpus_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = SimulatedGpus(monkeypatch, count=3, current=1)
+    state = state_dicts.capture_rng_state()
+    gpus.states = [torch.zeros(1, dtype=torch.uint8)] * 3
+    state_dicts.restore_rng_state(state)
+    assert gpus.list_values() == [0, 1, 2]
+
+    # on another host, the same rank may use another GPU, and fewer GPUs may be visible
+    gpus = SimulatedGpus(monkeypatch, count=1, current=0)
+    state_dicts.restore_rng_state(state)
+    assert gpus.list_values() == [1]
+
+
+def test_the_random_state_of_one_gpu_is_restored_from_an_older_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = SimulatedGpus(monkeypatch, count=2, current=1)
+    state = state_dicts.capture_rng_state() | {"cuda": torch.tensor([7], dtype=torch.uint8)}
+    state_dicts.restore_rng_state(state)
+    assert gpus.list_values() == [0, 7]
+
+
 class Wrapper(nn.Module):
     """A network whose only child has the name that wrappers of PyTorch use."""
 

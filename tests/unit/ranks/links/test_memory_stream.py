@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from common.ranks.links.connecting import RankLinks
+from common.ranks.links.incoming import IncomingLink
 from common.ranks.links.memory_stream import (
+    MEMORY_BIT,
     POLLING_SECONDS,
     MemoryStream,
     allocate_memory,
     choose_polling_seconds,
 )
+from common.ranks.links.outgoing import LinkError, OutgoingLink
+from common.ranks.links.socket_stream import HEADER
 from tests.harness.environment.size_limit import limit_file_size
 from tests.harness.ranks.folder_rendezvous import LARGE_BYTES
 
@@ -49,3 +58,57 @@ def test_without_shared_memory_messages_go_through_the_socket(connected_ranks: l
             sender.wait_until_written(ticket)
             assert received == message
             assert not stream.shared
+
+
+@contextlib.contextmanager
+def connect_streams() -> Iterator[tuple[MemoryStream, MemoryStream]]:
+    """Yield the two ends of a connection."""
+    writer, reader = [MemoryStream(end, timeout=60, polling_seconds=0) for end in socket.socketpair()]
+    try:
+        yield writer, reader
+    finally:
+        writer.close()
+        reader.close()
+
+
+def test_a_peer_that_exits_before_it_passes_memory_has_closed_its_connection() -> None:
+    with connect_streams() as (writer, reader):
+        writer.socket.sendall(HEADER.pack(0, 4096 | MEMORY_BIT))
+        writer.close()
+        with pytest.raises(LinkError, match="rank 1 has closed its connection"):
+            IncomingLink(reader, 1).receive(0, bytearray(4))
+
+
+def test_a_reader_that_can_open_no_more_files_reports_this() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connect_streams() as (writer, reader):
+        writer.share_memory(0, 4096)
+        unused_descriptor = os.dup(0)
+        os.close(unused_descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (unused_descriptor, hard))
+        try:
+            with pytest.raises(LinkError, match="the connection with rank 1 failed: Too many open files"):
+                IncomingLink(reader, 1).receive(0, bytearray(4))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_sending_does_not_block_if_the_socket_has_no_space_for_the_memory() -> None:
+    with connect_streams() as (writer, reader), ThreadPoolExecutor(1) as pool:
+        junk = memoryview(bytes(HEADER.size))
+        count = 0
+        while writer.write_without_blocking(junk):
+            count += 1
+        reader.socket.recv(HEADER.size)  # makes space for the header that precedes the memory
+        message = os.urandom(LARGE_BYTES)
+        sender = OutgoingLink(writer, 1)
+        sending = pool.submit(sender.send, 0, message)
+        try:
+            ticket = sending.result(5)
+        finally:
+            for _ in range(count - 1):
+                reader.socket.recv(HEADER.size)
+        received = bytearray(LARGE_BYTES)
+        IncomingLink(reader, 0).receive(0, received)
+        sender.wait_until_written(ticket)
+        assert received == message
