@@ -83,7 +83,7 @@ class SyncBatchNormNd(_BatchNorm):
         assert self.running_mean is not None
         reduced = [0, *range(2, x.dim())]
         local_count = torch.full_like(self.running_mean, x.numel() // x.shape[1])
-        local_mean = x.sum(reduced) / local_count.clamp(min=1)
+        local_mean = x.sum(reduced, dtype=local_count.dtype) / local_count.clamp(min=1)
         local_squares = (x - local_mean.view(make_channel_shape(x))).square().sum(reduced)
         local_moments = torch.stack([local_count, local_mean, local_squares])
         moments = local_moments.new_empty(dist.get_world_size(), *local_moments.shape)
