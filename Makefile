@@ -6,7 +6,7 @@ SHELL := /bin/sh
 PYTHON ?= python3
 override GIVEN := $(foreach v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $v))),$v))
 $(foreach v,$(filter-out GIVEN,$(GIVEN)) PYTHON,$(eval override $v := $$(value $v)))
-# MAKECMDGOALS itself must not be exported: a make that a command starts would take the goals of this one for its own.
+# Do not export MAKECMDGOALS itself: a make that a recipe starts would read it as its own goals.
 override GOALS := $(MAKECMDGOALS)
 export GIVEN GOALS PYTHON $(GIVEN)
 override given = $(if $(filter $1,$(GIVEN)),"$$$1")

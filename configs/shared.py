@@ -148,7 +148,7 @@ class Checkpoint:
     retries: int = between(0, 10, 1)
     """Number of retries after a disk error. If all retries fail, training continues without the checkpoint."""
     grace: float = between(1, 3600, 60)
-    """Maximum seconds between a stop request and the exit of a process. A process that does not exit within
+    """Maximum seconds between the first stop signal and the exit of a process. A process that does not exit within
     `checkpoint.grace` seconds terminates itself. The value must exceed the time of a step or an evaluation batch plus
     the time of a checkpoint."""
     max_restarts: int = at_least(0, 3)

@@ -124,8 +124,7 @@ def main(cfg: Config, run: Run) -> None:
                     step.clip_gradients(network.parameters(), clip)
                 staleness.append(float(worker.push()))
                 losses.append(loss.detach())
-            # The mean of these sums over the ranks is the mean over the shares, because there are as many shares as
-            # ranks. The sums are 0 if other workers have already processed the whole batch.
+            # A batch has one share per rank, so the mean of the sums over the ranks is the mean over the shares.
             step.log(loss=sum(losses), staleness=sum(staleness))
             if clip and cfg.mode == "sync":
                 norm = worker.clip_prepared_step(clip)  # of the mean gradient, over all servers

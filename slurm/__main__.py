@@ -159,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
             add_setting(parser, setting)
         if RUNS_FOLDER in verb.settings:
             old_spelling = "--pick" if CHOICE[0] in verb.settings else "--runs"
-            parser.add_argument(old_spelling, default="", help=argparse.SUPPRESS)
+            parser.add_argument(old_spelling, default=None, help=argparse.SUPPRESS)
     verbs.add_parser(
         "cluster", help="start, stop, and inject faults into a SLURM cluster on this machine", add_help=False
     )
@@ -189,9 +189,10 @@ def refuse_empty_selections(args: argparse.Namespace) -> None:
         if setting not in VERBS[args.verb].settings:
             continue
         name = setting.option.removeprefix("--")
-        if getattr(args, name) == "":
+        value = getattr(args, name)
+        if value is not None and not value.strip():
             raise UserError(f"{setting.variable} is empty; omit {setting.variable}, or set it to select runs")
-        setattr(args, name, getattr(args, name) or "")
+        setattr(args, name, value or "")
 
 
 def accept_old_spellings(args: argparse.Namespace) -> None:
@@ -199,14 +200,16 @@ def accept_old_spellings(args: argparse.Namespace) -> None:
 
     Their current names are `--runs IDS` and `--runs-folder FOLDER`.
     """
-    runs = getattr(args, "runs", "")
+    runs = getattr(args, "runs", None) or ""
     # os.path is used because methods of Path raise an error if a file name is too long.
-    is_folder = os.path.isdir(runs) and not os.path.isfile(f"{runs}/config.yaml")  # noqa: PTH112, PTH113
+    is_folder = os.path.isdir(runs) and not os.path.isfile(f"{runs}/config.yaml")
     if runs and (is_folder or CHOICE[0] not in VERBS[args.verb].settings):
         print(f"note: --runs no longer sets the folder of the runs; use --runs-folder={runs}", file=sys.stderr)
         args.runs_folder = runs
         args.runs = ""
-    if getattr(args, "pick", ""):
+    if getattr(args, "pick", None) is not None:
+        if not args.pick.strip():
+            raise UserError("--pick is empty; omit it, or use --runs to select runs")
         print("note: the option --pick has been renamed to --runs", file=sys.stderr)
         args.runs = args.pick
 

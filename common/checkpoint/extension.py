@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 
 from common.checkpoint import permissions, storage
 from common.config import changed_settings, config
@@ -72,7 +73,8 @@ def check_unchanged_weights(folder: RunFolder, cfg: Experiment) -> None:
         return
     stored = config.read_settings(folder.path).get("weights", InitialWeights.weights)
     _, used = changed_settings.read_last_changes(folder.path).get("weights", (stored, stored))
-    if initial.weights != used:
+    # A job stores an absolute path, which ends with the id or the file that the command contained.
+    if not Path(used).name.endswith(Path(initial.weights).name):
         problem = f"weights={initial.weights} has no effect, because the run resumes from a checkpoint"
         raise UserError(f"{problem}; omit weights, or start a new run")
 

@@ -27,6 +27,7 @@ from common.config.config_keys import (
     check_combinations,
     drop_training_keys,
     format_value,
+    has_same_value,
     list_keys,
     parse_value,
     read_values,
@@ -278,7 +279,7 @@ def load_config(
 def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping[str, str]) -> dict[str, Any]:
     """Read the settings of a run. Raises UserError if the run cannot be resumed with `new_values`."""
     file = run / CONFIG_FILE
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise UserError(f"--resume {run}: not a run folder (no config.yaml); list the runs with: make status")
     if not read_config_file(file):
         raise UserError(f"{file} is empty; restore it or start a new run")
@@ -293,7 +294,7 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     keys = list_keys(schema)
     for key in [key for key in FIXED_KEYS if key in keys]:
         old = stored.get(key)
-        if str(new_values.get(key, old)) != str(old):
+        if not has_same_value(keys[key], str(new_values.get(key, old)), str(old)):
             raise UserError(f"{key} cannot change when a run is resumed: it was {old}; omit it or start a new run")
     return stored
 

@@ -257,6 +257,13 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
     return os.path.expanduser(text) if key.metadata.get("is_path") else text  # noqa: PTH111 (accepts unknown users)
 
 
+def has_same_value(key: ConfigKey, first: str, second: str) -> bool:
+    """Return whether two texts of a key have the same value. Relative and absolute paths of a file are the same."""
+    if key.metadata.get("is_path"):
+        return os.path.abspath(os.path.expanduser(first)) == os.path.abspath(second)  # noqa: PTH100, PTH111
+    return first == second
+
+
 def reject_unused_keys(settings: object) -> None:
     """Raise UserError if a key differs from its default but has no effect with the other settings."""
     keys = list_keys(type(settings))

@@ -28,7 +28,7 @@ def locate_function_file(setting: str, value: str, alternatives: str, kind: str 
     file = value.rpartition(":")[0]
     if Path(file).suffix != ".py":
         raise UserError(f"{setting}={value}: expected FILE.py:{kind} or one of {alternatives}")
-    if not Path(file).is_file():
+    if not os.path.isfile(file):
         problem = f"there is no file {Path(file).absolute()}"
         raise UserError(f"{setting}={value}: {problem}; name an existing FILE.py:{kind}, or use one of {alternatives}")
     return file

@@ -217,11 +217,11 @@ def prepare_mnist(data: Data, fallback: bool) -> PreparedDataset:
     root = Path(data.root)
     cache = Path(data.cache)
     is_default_root = data.root in (Data.root, os.environ.get("DATA_ROOT"))
-    if not is_default_root and not root.is_dir():
+    if not is_default_root and not os.path.isdir(root):
         remedy = "use a folder with MNIST/raw, create this folder to download MNIST into it, or set data.name=digits"
         raise UserError(f"data.root={root}: the folder does not exist; {remedy}")
     raw = root / "MNIST" / "raw"
-    if not any((raw / name).exists() for name in sources.MNIST_FILES):
+    if not any(os.path.exists(raw / name) for name in sources.MNIST_FILES):
         problem = sources.try_download("MNIST", root, "MNIST", MNIST_MIRROR, data.download_timeout)
         if problem:
             notice = f"MNIST is not in the folder {root} and cannot be downloaded ({problem})"
@@ -264,7 +264,7 @@ def prepare_cifar10(data: Data) -> PreparedDataset:
     """Find or prepare CIFAR-10, and download it if it is missing. Raises UserError if CIFAR-10 is not available."""
     root = Path(data.root)
     remedy = f"set data.root to a folder that contains {CIFAR_FOLDER}, or set data.name=generated"
-    if not (root / CIFAR_FOLDER).exists():
+    if not os.path.exists(root / CIFAR_FOLDER):
         problem = sources.try_download("CIFAR10", root, CIFAR_FOLDER, CIFAR_MIRROR, data.download_timeout)
         if problem:
             raise UserError(f"CIFAR-10 is not in the folder {root} and cannot be downloaded ({problem}); {remedy}")
@@ -291,7 +291,7 @@ def prepare_image_folder(data: Data, log: Log) -> PreparedDataset:
     train = root / "train"
     val = root / "val"
     for folder in (train, val):
-        if not folder.is_dir():
+        if not os.path.isdir(folder):
             remedy = "set data.root to a folder with train/<class>/* and val/<class>/*, or set data.name=generated"
             raise UserError(f"{folder} is missing; {remedy}")
     state = f"{sources.fingerprint_folder(train)} {sources.fingerprint_folder(val)} {data.image_size}"

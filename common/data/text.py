@@ -80,9 +80,9 @@ def list_text_files(root: Path) -> list[Path]:
 
     Raises UserError if there are none.
     """
-    if root.is_file():
+    if os.path.isfile(root):
         return [root]
-    if not root.is_dir():
+    if not os.path.isdir(root):
         raise UserError(f"data.root={root}: no such file or folder; {REMEDY}")
     files = []
     for name in sources.list_files(root):

@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,13 +27,15 @@ def find_initial_weights(text: str, runs: Path) -> Path:
     """
     name = Path(text).name  # the settings of a job contain an absolute path instead of a run id
     is_short_id = len(name) == SHORT_ID_LENGTH and name.isalnum()
+    for path in (Path(text), runs / name):
+        if os.path.exists(path):
+            return path
     short_id_matches = sorted(runs.glob(f"*-{name}")) if is_short_id else []
     if len(short_id_matches) > 1:
         matches = " and ".join(path.name for path in short_id_matches)
         raise UserError(f"weights={text} is ambiguous: the ids {matches} end with {name}; write the full id")
-    for path in (Path(text), runs / name, *short_id_matches):
-        if path.exists():
-            return path
+    if short_id_matches:
+        return short_id_matches[0]
     raise UserError(
         f"weights={text}: no such file, checkpoint folder or run; set weights to a file of tensors, a run id, or none"
     )

@@ -65,17 +65,19 @@ def run_git(*arguments: str) -> str | None:
 def list_source_files() -> list[Path]:
     """Return the paths of all source files relative to the repository root, including untracked files.
 
-    Figures, caches and files of runs are excluded. Without git, hidden files in the repository root are also excluded.
+    Figures, caches and files of runs are excluded. Without git, hidden files are also excluded.
     """
     git_files = run_git("ls-files", "-co", "--exclude-standard", "-z")
     if git_files:
         paths = [Path(name) for name in git_files.split("\0") if name]
         paths = [path for path in paths if len(path.parts) == 1 or path.parts[0] in SOURCE_FOLDERS]
     else:
-        absolute_paths = list(ROOT.glob("[!.]*"))  # hidden files, which git may ignore, can contain secrets
+        absolute_paths = list(ROOT.iterdir())
         for name in SOURCE_FOLDERS:
             absolute_paths += (ROOT / name).rglob("*")
         paths = [path.relative_to(ROOT) for path in absolute_paths if "__pycache__" not in path.parts]
+        # Hidden files, which git may ignore, can contain secrets.
+        paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
     paths = [path for path in paths if (ROOT / path).is_file()]
     return [path for path in paths if path.suffix not in PICTURE_SUFFIXES and path.name != CHECKSUMS]
 

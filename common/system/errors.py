@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -100,9 +99,6 @@ def exit_on_user_error() -> Iterator[None]:
             print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
     except (RuntimeError, OSError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENAMETOOLONG) and error.filename:
-            print(f"error: {summarize_error(error)}; correct the path or its permissions", file=sys.stderr)
-            sys.exit(EXIT_REFUSED)
         explained = convert_shortage_error(error)
         if not isinstance(explained, MachineError):
             raise

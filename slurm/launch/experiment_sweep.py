@@ -85,7 +85,7 @@ class ResultTable:
         removed. The error that the run printed is then raised as a UserError.
         """
         refusal = self.sweep.remove_refused_run(point, folder, status)
-        if refusal:
+        if refusal is not None:
             raise UserError(refusal)
         parsed = result.parse_result(folder.result)
         row: RunRow = {"cell": point.values, "repeat": point.repeat, "run": folder.path.name}

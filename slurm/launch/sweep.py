@@ -387,7 +387,7 @@ def main(args: argparse.Namespace) -> int:
                 submit_points(sweep, point_runs, profile, scheduler)
         if follow and (scheduler is not None or not point_runs):
             exit_status = follow_sweep(sweep)
-        if plan.compares_strategies:
+        if plan.compares_strategies and sweep.cells:
             strategy_sweep.report_strategies(sweep)
         if scheduler is None and exit_status in STOPPED_STATUSES:
             print("the sweep was stopped; to continue it, repeat the command", flush=True)

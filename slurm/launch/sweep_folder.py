@@ -85,24 +85,24 @@ class SweepFolder:
             *earlier, run = cell["earlier"]
             self.cells[point.key] = cell | {"run": run, "earlier": earlier}
 
-    def remove_refused_run(self, point: SweepPoint, folder: RunFolder, status: int) -> str:
+    def remove_refused_run(self, point: SweepPoint, folder: RunFolder, status: int) -> str | None:
         """Delete the folder of a run if the run was refused before its first attempt.
 
-        `status` is the exit status of the run. Returns the error that the run printed, or an empty string if the run
-        was not refused.
+        `status` is the exit status of the run. Returns the error that the run printed, or None if the run was not
+        refused.
         """
         if status != EXIT_REFUSED or folder.result or folder.list_attempts():
-            return ""
+            return None
         log = read_end_of_file(folder.path / "screen.log")
         shutil.rmtree(folder.path)
         self.forget_run(point)
         self.save()
-        return log.rpartition("error: ")[2].strip()
+        return log.rpartition("error: ")[2].strip() or "the run printed no error"
 
     def print_refused_run(self, point: SweepPoint, folder: RunFolder, status: int) -> None:
         """Print the error of a run that was refused before its first attempt, and delete its folder."""
         error = self.remove_refused_run(point, folder, status)
-        if error:
+        if error is not None:
             print(f"             {error}", flush=True)
 
     def save(self) -> None:
@@ -158,13 +158,15 @@ def format_settings(settings: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def remove_if_nothing_started(sweep: SweepFolder) -> Iterator[None]:
-    """Delete the folder of a sweep if the block raises UserError and no run of the sweep exists."""
+    """Delete the folder of a sweep after the block if no run of the sweep exists, unless the block is interrupted."""
     try:
         yield
     except UserError:
         if not sweep.cells:
             shutil.rmtree(sweep.path)
         raise
+    if not sweep.cells:
+        shutil.rmtree(sweep.path)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from common.runs.result_columns import list_columns
 from common.system.errors import UserError
 from common.system.text import format_count
 from configs.shared import TrainingExperiment
-from slurm.arguments import parse_count, parse_zero_or_one, split_words, suggest_nearest
+from slurm.arguments import EXPERIMENT_NAME, parse_count, parse_zero_or_one, split_words, suggest_nearest
 
 CONDITION = re.compile(r"([a-z][a-z0-9_.]*)(!=|<=|>=|=|<|>)(.*)", re.DOTALL)  # key, comparison and value in WHERE
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -75,7 +75,7 @@ def find_run(name: str, runs: Path) -> RunFolder:
             raise UserError(f"run {name} is ambiguous: the ids {names} end with {name}; write the full id")
         paths += matches
     for path in paths:
-        if os.path.isfile(path / "config.yaml"):  # noqa: PTH113 (is_file raises an error if a name is too long)
+        if os.path.isfile(path / "config.yaml"):
             return RunFolder(path.absolute())
     remedies = "to list the runs: make status; for a run in another folder, pass its path"
     raise UserError(f"{name!r}: no such run folder in {runs}; {remedies}")
@@ -84,7 +84,7 @@ def find_run(name: str, runs: Path) -> RunFolder:
 def find_run_of_experiment(name: str, runs: Path) -> RunFolder:
     """Find a run folder as `find_run` does, and check that its name contains the experiment. Raises UserError."""
     folder = find_run(name, runs)
-    if not re.fullmatch(r".+-\d{8}-\d{6}-[0-9a-f]{4}", folder.path.name):
+    if not re.fullmatch(rf"{EXPERIMENT_NAME.pattern}-\d{{8}}-\d{{6}}-[0-9a-f]{{4}}", folder.path.name):
         form = "<experiment>-<date>-<time>-<id>"
         raise UserError(f"{folder.path} was renamed, so its experiment is unknown; restore its name, {form}")
     return folder
@@ -101,7 +101,7 @@ def list_entries(folder: Path) -> list[str]:
 def list_all_runs(root: Path) -> list[RunFolder]:
     """Return all run folders in `root`, oldest first."""
     folder = root.absolute()
-    names = [name for name in list_entries(folder) if os.path.exists(f"{folder}/{name}/config.yaml")]  # noqa: PTH110
+    names = [name for name in list_entries(folder) if os.path.exists(f"{folder}/{name}/config.yaml")]
     names.sort(key=lambda name: name.rsplit("-", 3)[1:])  # folder names contain the creation time
     return [RunFolder(folder / name) for name in names]
 
@@ -182,7 +182,7 @@ def list_sweep_runs(sweep: str, root: Path) -> list[RunFolder]:
     """
     for path in (Path(sweep), root / "sweeps" / sweep):
         file = path / "sweep.json"
-        if not os.path.isfile(file):  # noqa: PTH113 (is_file raises an error if a name is too long)
+        if not os.path.isfile(file):
             continue
         # A sweep folder is runs/sweeps/<name>, and the runs of the sweep are in runs/.
         ids = dict.fromkeys(point.get("run") for point in read_sweep(file).get("cells", []))

@@ -67,7 +67,7 @@ def make(place: Path, *arguments: str, status: int | None = 0, **env: str) -> Fi
     completed = subprocess.run(
         ["make", *arguments],
         cwd=place,
-        env=make_environment(PYTEST_ADDOPTS="", **env),  # otherwise, it contains the TESTS of the outer make
+        env=make_environment(**({"PYTEST_ADDOPTS": ""} | env)),  # otherwise, it contains the TESTS of the outer make
         capture_output=True,
         text=True,
         errors="surrogateescape",

@@ -180,7 +180,7 @@ def test_an_export_of_an_extended_run_that_stopped_names_the_step_of_the_model(f
     command = ("export", "--", str(finished_copy.path))
     assert in_process_calls.call_verb(*command).stderr == ""
     result = read_json(finished_copy.path / "result.json")
-    write_json(finished_copy.path / "result.json", result | {"state": "stopped"})
+    write_json(finished_copy.path / "result.json", result | {"state": "preempted"})
     step = read_model_facts(finished_copy)["step"]
     assert f"model of its earlier end, after step {step}" in in_process_calls.call_verb(*command).stderr
 

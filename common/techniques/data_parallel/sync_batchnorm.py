@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from common.system.errors import UserError
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
 
 def make_channel_shape(x: Tensor) -> list[int]:
     """Return the shape with which one value per channel is broadcast to samples [N, C, ...]."""
@@ -45,8 +47,8 @@ class GlobalMoments(torch.autograd.Function):
 class SyncBatchNormNd(_BatchNorm):
     """BatchNorm layer (arXiv 1502.03167) that normalizes over the samples [N, C, ...] of all ranks.
 
-    Unlike torch's SyncBatchNorm, this layer runs on CPUs. The layer has the same parameters and buffers as BatchNorm2d.
-    Ranks may have different numbers of samples, including none.
+    Unlike torch's SyncBatchNorm, this layer runs on CPUs. It has the same parameters and buffers as the layer that it
+    replaces. Ranks may have different numbers of samples, including none.
     """
 
     waiting_seconds = 0.0
@@ -110,6 +112,9 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     With NCCL, the new layers are torch's SyncBatchNorm layers; with other backends, they are SyncBatchNormNd layers.
     Parameters and buffers keep their names and values. Raises UserError if a layer cannot be converted.
     """
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm) and type(layer) not in (*BATCH_NORMS, nn.SyncBatchNorm):
+            raise UserError(format_refusal(layer))  # torch's conversion would ignore the methods of a subclass
     if device.type == "cuda" and dist.get_backend() == "nccl":
         return cast(nn.Module, nn.SyncBatchNorm.convert_sync_batchnorm(model))
     if isinstance(model, _BatchNorm):
@@ -121,15 +126,20 @@ def convert_sync_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
+def format_refusal(layer: nn.Module) -> str:
+    """Return the message for a BatchNorm layer that cannot be converted."""
+    return (
+        f"sync_batchnorm=true cannot convert the layer {layer}; use nn.BatchNorm1d, nn.BatchNorm2d or nn.BatchNorm3d "
+        "with momentum, parameters and running statistics, or sync_batchnorm=false"
+    )
+
+
 def convert_batchnorm_layer(layer: _BatchNorm) -> SyncBatchNormNd:
     """Return a SyncBatchNormNd layer that shares the parameters and buffers of a BatchNorm layer."""
     required = (layer.weight, layer.bias, layer.running_mean, layer.momentum)
     is_complete = all(value is not None for value in required)
-    if type(layer) not in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d) or not is_complete:
-        raise UserError(
-            f"sync_batchnorm=true cannot convert the layer {layer}; use nn.BatchNorm1d, nn.BatchNorm2d or "
-            "nn.BatchNorm3d with momentum, parameters and running statistics, or sync_batchnorm=false"
-        )
+    if type(layer) not in BATCH_NORMS or not is_complete:
+        raise UserError(format_refusal(layer))
     synced = SyncBatchNormNd(layer.num_features, layer.eps, layer.momentum)
     synced.weight = layer.weight
     synced.bias = layer.bias

@@ -64,6 +64,15 @@ def test_other_initial_weights_are_refused_if_the_run_resumes_from_a_checkpoint(
         extension.check_resume(run.folder, changed)
 
 
+def test_the_initial_weights_of_a_job_may_be_named_as_in_its_first_command(run: RunWithCheckpoints) -> None:
+    settings = replace_values(Config(), {"weights": "/runs/ddp_multinode-20260101-000000-4f1c"})
+    (run.folder.path / "config.yaml").write_text(config.format_yaml(settings))
+    run.save(1)
+    extension.check_resume(run.folder, replace_values(Config(), {"weights": "4f1c"}))
+    with pytest.raises(UserError, match=r"weights=4f1d has no effect"):
+        extension.check_resume(run.folder, replace_values(Config(), {"weights": "4f1d"}))
+
+
 def test_a_finished_run_without_its_model_gets_a_remedy_that_works(tmp_path: Path) -> None:
     write_config(RunFolder(tmp_path))
     (tmp_path / "result.json").write_text('{"state": "finished"}')

@@ -25,6 +25,16 @@ def test_the_network_of_a_resumed_run_cannot_change(change: str, tmp_path: Path)
         load_config(Config, [f"--resume={run}", change], {})
 
 
+def test_the_file_of_a_resumed_run_may_be_named_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = create_run(tmp_path, load_config(Config, ["data.name=text", f"data.tokenizer={tmp_path}/tokens.json"], {}))
+    for name in ("~/tokens.json", "tokens.json"):
+        load_config(Config, [f"--resume={run}", f"data.tokenizer={name}"], {})
+    with pytest.raises(UserError, match=r"data\.tokenizer cannot change"):
+        load_config(Config, [f"--resume={run}", "data.tokenizer=other.json"], {})
+
+
 def test_a_resumed_run_may_recompute_other_activations(tmp_path: Path) -> None:
     run = create_run(tmp_path, load_config(Config, ["recompute=blocks"], {}))
     resumed = load_config(Config, ["--resume", str(run), "recompute=selective"], {})

@@ -23,3 +23,7 @@ def test_an_id_that_two_runs_end_with_is_refused(tmp_path: Path) -> None:
         (tmp_path / f"ddp_multinode-20260101-00000{number}-4f1c").mkdir()
     with pytest.raises(UserError, match=r"weights=4f1c is ambiguous: the ids .*0-4f1c and .*1-4f1c end with 4f1c"):
         find_initial_weights("4f1c", tmp_path)
+    file = tmp_path / "files" / "4f1c"
+    file.parent.mkdir()
+    file.touch()
+    assert find_initial_weights(str(file), tmp_path) == file

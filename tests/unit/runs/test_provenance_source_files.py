@@ -22,7 +22,7 @@ def test_a_file_whose_name_is_not_utf8_prevents_no_run(tmp_path: Path, monkeypat
 
 
 def test_hidden_files_are_not_copied_if_git_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (".env", ".git/config", "Makefile", "common/api.py"):
+    for name in (".env", ".git/config", "Makefile", "common/api.py", "common/.env"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("WANDB_API_KEY=secret")
     monkeypatch.setattr(provenance, "ROOT", tmp_path)

@@ -49,6 +49,11 @@ def test_norms_that_cannot_be_synchronised_are_refused(layer: nn.Module) -> None
         sync_batchnorm.convert_sync_batchnorm(nn.Sequential(layer), torch.device("cpu"))
 
 
+def test_a_subclass_is_also_refused_on_gpus_where_torch_would_replace_its_forward_pass() -> None:
+    with pytest.raises(UserError, match=r"cannot convert the layer CustomNorm\(3"):
+        sync_batchnorm.convert_sync_batchnorm(nn.Sequential(CustomNorm(3)), torch.device("cuda"))
+
+
 def test_an_empty_shard_of_one_dimensional_norms_is_reported_and_accepted() -> None:
     messages: list[str] = []
     plan = SimpleNamespace(batch=4, microbatches=1, weights=(1, 0))
