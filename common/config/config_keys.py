@@ -117,12 +117,18 @@ class ConfigKey:
         return f"{name} >= {self.low}" if self.low is not None else name
 
 
+@functools.cache
+def resolve_field_types(schema: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields. Their annotations are text, which takes long to evaluate."""
+    return typing.get_type_hints(schema)
+
+
 def list_keys(schema: type, prefix: str = "", parent: str = "") -> dict[str, ConfigKey]:
     """Return all keys of a dataclass and its groups, by dotted name.
 
     For a group, `prefix` is the prefix of its keys, and `parent` is the prefix of its attributes.
     """
-    types = typing.get_type_hints(schema)
+    types = resolve_field_types(schema)
     keys: dict[str, ConfigKey] = {}
     for field in dataclasses.fields(schema):
         field_type = types[field.name]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.augment import Augment
 from common.data.samples import Images
 from common.data.workers import DataWorkerError as DataWorkerError  # noqa: PLC0414 (raised while iterating a Loader)
 from common.data.workers import Samples, WorkerPool
@@ -23,6 +22,9 @@ from common.system import seeds
 from common.system.errors import UserError
 from configs.batch_plan import divide_batch
 from configs.shared import TrainingExperiment
+
+if TYPE_CHECKING:
+    from common.data.augment import Augment
 
 
 def draw_sample_order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -102,6 +104,8 @@ class Loader:
             raise UserError(
                 f"data.augment={self.augment} requires images, but this data set contains {kind}; omit data.augment"
             )
+        from common.data.augment import Augment  # imported here because few runs augment their data
+
         self.transform = Augment(self.augment, self.data.shape[-2:], self.seed)
 
     @classmethod

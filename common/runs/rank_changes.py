@@ -6,13 +6,13 @@ Each attempt stores its rank changes in generations.json. This module does not i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.runs.folder import RunFolder
-from common.system.text import format_ranks
-
-GENERATIONS_FILE = "generations.json"
+from common.runs.result import Report, ReportData
+from common.runs.run_progress import GENERATIONS_FILE
+from common.system.text import format_count, format_ranks
 
 
 def describe_rank_change(change: Mapping[str, Any]) -> str:
@@ -70,3 +70,23 @@ def describe_rank_changes(attempt: RunFolder) -> list[str]:
         return [describe_rank_change(change) for change in read_rank_changes(attempt)]
     except (TypeError, ValueError, LookupError):
         return []
+
+
+def report_rank_changes(changes: Sequence[dict[str, Any]]) -> list[Report]:
+    """Report the ranks that an elastic run lost and regained, and the lost time.
+
+    Returns an empty list if the ranks did not change.
+    """
+    if not changes:
+        return []
+    seconds_lost = sum(change["seconds"] + change["discarded"] for change in changes)
+    steps_redone = sum(1 for change in changes if change["discarded"] > 0)
+    lines = [describe_rank_change(change) for change in changes]
+    lines.append(f"{seconds_lost:.3f} s lost in total, {format_count(steps_redone, 'step')} repeated")
+    measured = {
+        "generations": list(changes),
+        "seconds_lost": seconds_lost,
+        "steps_redone": steps_redone,
+        "ranks_lost": sum(len(change["lost"]) for change in changes),
+    }
+    return [ReportData({"ranks lost": "\n".join(lines)}, measured=measured)]

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+GENERATIONS_FILE = "generations.json"  # rank changes of an attempt
+
 
 class RunProgress:
     """Progress of a run, which the training loop, the saver and the metrics log share.

@@ -13,8 +13,8 @@ from common.config import changed_settings
 from common.data.preprocessing import describe_preprocessing, list_class_names
 from common.measure import tables
 from common.models import model_file
-from common.runs.rank_changes import describe_rank_change, read_earlier_rank_changes
-from common.runs.result import Report, ReportData, Result
+from common.runs.result import Report, Result
+from common.runs.run_progress import GENERATIONS_FILE
 from common.system import foreign_text
 from common.system.disk_problems import DISK_PROBLEMS
 from common.system.errors import UserError, summarize_error
@@ -27,8 +27,11 @@ def write_final_report(run: RunContext, reports: Sequence[Report]) -> None:
 
     Raises RunTakenError if another attempt has taken over the run or the run folder is missing.
     """
-    changes = [*read_earlier_rank_changes(run.folder), *run.progress.generations]
-    reports = [*reports, *report_rank_changes(changes)]
+    if run.progress.generations or any(run.folder.path.glob(f"attempts/*/{GENERATIONS_FILE}")):
+        from common.runs import rank_changes  # imported here because only elastic runs need it
+
+        changes = [*rank_changes.read_earlier_rank_changes(run.folder), *run.progress.generations]
+        reports = [*reports, *rank_changes.report_rank_changes(changes)]
     run.saver.raise_if_run_taken(run.step)
     assert run.metrics is not None
     try:
@@ -67,26 +70,6 @@ def measure_timings(run: RunContext) -> dict[str, float]:
         timings["samples_per_second"] = run.compute_samples_per_second()
     timings["step_seconds"] = run.compute_step_seconds()
     return timings
-
-
-def report_rank_changes(changes: Sequence[dict[str, Any]]) -> list[Report]:
-    """Report the ranks that an elastic run lost and regained, and the lost time.
-
-    Returns an empty list if the ranks did not change.
-    """
-    if not changes:
-        return []
-    seconds_lost = sum(change["seconds"] + change["discarded"] for change in changes)
-    steps_redone = sum(1 for change in changes if change["discarded"] > 0)
-    lines = [describe_rank_change(change) for change in changes]
-    lines.append(f"{seconds_lost:.3f} s lost in total, {format_count(steps_redone, 'step')} repeated")
-    measured = {
-        "generations": list(changes),
-        "seconds_lost": seconds_lost,
-        "steps_redone": steps_redone,
-        "ranks_lost": sum(len(change["lost"]) for change in changes),
-    }
-    return [ReportData({"ranks lost": "\n".join(lines)}, measured=measured)]
 
 
 def format_score_rows(run: RunContext) -> dict[str, str]:

@@ -26,7 +26,8 @@ from common.measure.metrics_log import SharedMetricsLog, Values
 from common.ranks import objects
 from common.ranks.rank_info import COORDINATOR_KEY_VARIABLE
 from common.runs.folder import write_json
-from common.runs.rank_changes import GENERATIONS_FILE, describe_rank_change
+from common.runs.rank_changes import describe_rank_change
+from common.runs.run_progress import GENERATIONS_FILE
 from common.system import foreign_text
 from common.system.causes import PEER_CAUSES
 from common.system.errors import MachineError, UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.runs.folder import RunFolder
-from common.runs.rank_changes import GENERATIONS_FILE
+from common.runs.run_progress import GENERATIONS_FILE
 from slurm.reports import heartbeats
 
 
