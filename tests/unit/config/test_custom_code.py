@@ -9,7 +9,6 @@ import pytest
 from common.config import config, custom_code
 from common.runs import provenance
 from common.system.errors import UserError
-from configs.gpt_parallel import Config as GptConfig
 from configs.mnist_pipeline import Config
 
 
@@ -31,10 +30,6 @@ def test_the_copy_in_a_run_replaces_the_file_unless_its_key_is_new(tmp_path: Pat
     custom_code.check_custom_settings(settings, code_folder)
     with pytest.raises(UserError, match=r"optim.decay=.* returned -1"):
         custom_code.check_custom_settings(settings, code_folder, ["optim.decay"])
-
-
-def test_a_schedule_that_a_single_stage_does_not_use_is_accepted() -> None:
-    custom_code.check_custom_settings(config.load_config(GptConfig, ["schedule=zbv"], {}))
 
 
 def test_only_rank_0_needs_the_file_of_an_algorithm(tmp_path: Path) -> None:
