@@ -72,9 +72,9 @@ def check_unchanged_weights(folder: RunFolder, cfg: Experiment) -> None:
     if initial is None:
         return
     stored = config.read_settings(folder.path).get("weights", InitialWeights.weights)
-    _, used = changed_settings.read_last_changes(folder.path).get("weights", (stored, stored))
+    _, used_weights = changed_settings.read_last_changes(folder.path).get("weights", (stored, stored))
     # A job stores an absolute path, which ends with the id or the file that the command contained.
-    if not Path(used).name.endswith(Path(initial.weights).name):
+    if not Path(used_weights).name.endswith(Path(initial.weights).name):
         problem = f"weights={initial.weights} has no effect, because the run resumes from a checkpoint"
         raise UserError(f"{problem}; omit weights, or start a new run")
 

@@ -62,6 +62,11 @@ def run_git(*arguments: str) -> str | None:
     return completed.stdout if completed.returncode == 0 else None
 
 
+def is_hidden(path: Path) -> bool:
+    """Return whether a file or one of its folders is hidden."""
+    return any(part.startswith(".") for part in path.parts)
+
+
 def list_source_files() -> list[Path]:
     """Return the paths of all source files relative to the repository root, including untracked files.
 
@@ -77,7 +82,7 @@ def list_source_files() -> list[Path]:
             absolute_paths += (ROOT / name).rglob("*")
         paths = [path.relative_to(ROOT) for path in absolute_paths if "__pycache__" not in path.parts]
         # Hidden files, which git may ignore, can contain secrets.
-        paths = [path for path in paths if not any(part.startswith(".") for part in path.parts)]
+        paths = [path for path in paths if not is_hidden(path)]
     paths = [path for path in paths if (ROOT / path).is_file()]
     return [path for path in paths if path.suffix not in PICTURE_SUFFIXES and path.name != CHECKSUMS]
 

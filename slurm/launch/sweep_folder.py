@@ -158,15 +158,12 @@ def format_settings(settings: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def remove_if_nothing_started(sweep: SweepFolder) -> Iterator[None]:
-    """Delete the folder of a sweep after the block if no run of the sweep exists, unless the block is interrupted."""
+    """Delete the folder of a sweep after the block if no run of the sweep exists."""
     try:
         yield
-    except UserError:
+    finally:
         if not sweep.cells:
             shutil.rmtree(sweep.path)
-        raise
-    if not sweep.cells:
-        shutil.rmtree(sweep.path)
 
 
 @contextlib.contextmanager
