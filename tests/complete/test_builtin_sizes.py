@@ -18,6 +18,6 @@ OTHER_WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, transport, cases", [COPYING_WORLD, *draw_cases("collectives", OTHER_WORLDS, 3)])
+@pytest.mark.parametrize("ranks, transport, cases", [COPYING_WORLD, *draw_cases("collectives", OTHER_WORLDS, 1)])
 def test_every_collective_equals_arithmetic(ranks: int, transport: str, cases: tuple[str, ...]) -> None:
     check_program("backend_calls", ranks, transport, *cases)

@@ -142,7 +142,7 @@ def test_onnx_is_exported_or_missing_packages_are_named(finished: GetRun, tmp_pa
         assert not list(folder.path.glob(".new*"))
 
 
-@pytest.mark.parametrize("name, settings", draw_cases("evaluated models", EVALUATED, 4))
+@pytest.mark.parametrize("name, settings", draw_cases("evaluated models", EVALUATED, 2))
 def test_models_of_every_kind_of_training_are_evaluated(
     name: str, settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from tests.harness.pages.page_commands import OTHER_PAGE_COMMANDS, check_page_co
 
 TRAINING_COMMANDS = [command for command in OTHER_PAGE_COMMANDS if command.startswith("python experiments/")]
 MAKE_COMMANDS = [command for command in OTHER_PAGE_COMMANDS if command not in TRAINING_COMMANDS]
-DRAWN_COMMANDS = draw_cases("training commands of the pages", TRAINING_COMMANDS, 10)
+DRAWN_COMMANDS = draw_cases("training commands of the pages", TRAINING_COMMANDS, 6)
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from experiments import sparse_prune
 from slurm.launch import sweep_file
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
+from tests.harness.environment.randomness import draw_cases
 
 # a run takes half a second; begin=0.1 and end=0.6 are steps 1 and 7 of 12
 SMALL = ("model=mlp", "batch=16", "steps=12", "data.test_limit=100", "optim.warmup=0", "launch.threads=1")
@@ -33,6 +34,7 @@ QUIET = (*SMALL, "export=false", "int8=false")
 SAVING = (*QUIET, "every=2", "checkpoint.every_steps=1", "checkpoint.every_seconds=0", "checkpoint.keep=100")
 MLP_WEIGHTS = 784 * 128 + 128 * 64 + 64 * 10
 SHAPES = [(8, 1, 3, 3), (30, 50), (10, 30)]
+OTHER_SCOPES = [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")]
 
 
 def draw_scores(*shapes: tuple[int, ...], levels: int = 0, seed: int = 0) -> list[Tensor]:
@@ -387,7 +389,7 @@ def test_pruned_weights_stay_zero_to_the_bit(settings: Settings, digits: Setting
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [("schedule=rigl",), ("scope=structured",), ("scope=layer", "schedule=iterative")])
+@pytest.mark.parametrize("settings", draw_cases("scopes with a resume", OTHER_SCOPES, 1))
 def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
     settings: Settings, digits: Settings, tmp_path: Path
 ) -> None:

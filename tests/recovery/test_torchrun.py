@@ -8,6 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from common.runs.folder import read_json
 from tests.harness.commands import execution
 from tests.harness.commands.execution import Command, kill_session
@@ -56,6 +58,7 @@ def test_a_restart_by_torchrun_resumes_in_the_same_folder(tmp_path: Path, digits
     assert list_trained_steps(folder) == list(range(1, 101))
 
 
+@pytest.mark.drawn
 def test_torchrun_starts_the_same_script(tmp_path: Path, digits: Settings) -> None:
     without_torchrun = run_experiment("mnist_pipeline", *digits, runs=tmp_path / "without_torchrun")
     script = make_run_command("mnist_pipeline", *digits, runs=tmp_path / "torchrun")[1:]

@@ -36,6 +36,8 @@ from tests.harness.commands.processes import make_environment
 from tests.harness.parity.method import SEED, Outcome, ParityMethod, collect_state, replace_attributes
 
 PACKAGE = "tests.harness.parity"
+DYNAMO_SETTINGS = ("recompute=", "fsdp", "tensor=")
+"""Settings for which torch imports torch._dynamo in the ranks. The import takes seconds."""
 
 
 def train_cases(method: ParityMethod, folder: Path, cache: Path, ranks: int, cases: Sequence[str]) -> dict[str, Any]:
@@ -147,8 +149,8 @@ def main(method_name: str, out: str, cache: str, ranks: str, *texts: str) -> int
     """Train all cases, and return the exit status."""
     method = import_object(f"{PACKAGE}.{method_name}")
     cases = [prepare_case(method, text, Path(cache), int(ranks)) for text in texts]
-    if any("recompute=" in text for text in texts):
-        import torch._dynamo  # noqa: F401 (ranks share it after the fork; torch needs it to recompute activations)
+    if any(setting in text for text in texts for setting in DYNAMO_SETTINGS):
+        import torch._dynamo  # noqa: F401 (the ranks share it after the fork)
     train = functools.partial(train_on_rank, method, cases, Path(out))
     return local_launcher.run_ranks(train, int(ranks), 1, lambda: None)
 
