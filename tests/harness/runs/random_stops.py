@@ -1,6 +1,6 @@
 """Stop runs at random moments between the preparation of the data and the final report, and resume them.
 
-    python -m tests.harness.runs.random_stops --images=60000 --moments=20       forty trials, about half an hour
+    python -m tests.harness.runs.random_stops --images=15000 --moments=20       forty trials, about ten minutes
 
 Each trial prepares a folder of small JPEGs, trains, evaluates and saves. The moment is uniform in the duration of a
 complete run, except for its first EARLIEST_STOP_SECONDS. The resumed run must equal an uninterrupted run bit for bit.
@@ -182,7 +182,7 @@ def execute_trials(image_count: int, moments: int, random_stream: random.Random,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=60_000)
+    parser.add_argument("--images", type=int, default=15_000)
     parser.add_argument("--moments", type=int, default=20)
     arguments = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="moments-"))

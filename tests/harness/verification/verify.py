@@ -58,7 +58,7 @@ def list_steps() -> list[VerificationStep]:
         step = make_step(f"without {technique}", "tests.harness.verification.changed_clone", "--technique", technique)
         steps.append(step._replace(environment=WHOLE_LISTS))
     steps += [
-        make_step("stop requests", "tests.harness.runs.random_stops", "--moments", "20"),
+        make_step("stop requests", "tests.harness.runs.random_stops", "--images", "15000", "--moments", "20"),
         make_step("claims", "tests.harness.runs.claims_campaign", "--cases", "50"),
         make_step("claims on SLURM", "tests.harness.runs.claims_campaign", "--cases", "30", "--cluster"),
         make_step("lost ranks", "tests.harness.elastic.campaign", "--cases", "80", "--seed", "37"),
