@@ -69,8 +69,10 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the seed from which cases were drawn."""
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
+    """Print the seed from which cases were drawn, and what to change if no test was selected."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        terminalreporter.write_line("no test was selected; name an existing file or folder, or another -k expression")
     if not os.environ.get(ALL_CASES_VARIABLE):
         terminalreporter.write_line(f"{SEED_VARIABLE}={read_commit_seed()} repeats the drawn cases")
 
