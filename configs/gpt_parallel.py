@@ -147,8 +147,8 @@ class LayoutSettings(RanksPerNode):
     divide the tokens also divide the parameters."""
     reshard: bool = True
     """With fsdp, free the gathered parameters of a block after its forward pass, and gather them again for its
-    backward pass. false keeps them, which needs more memory and less communication: with stages, until the last
-    backward pass of a step."""
+    backward pass. With false, the parameters stay gathered until the block's backward pass (with stages, until the
+    last backward pass of the step). This needs more memory and less communication."""
     stages: int = between(1, 64, 1)
     """Number of stages among which the blocks are divided, balanced by their computation (pipeline parallelism, arXiv
     1811.06965). The stages process different microbatches at the same time: `accumulate` is the number of
@@ -248,9 +248,9 @@ class Config(TrainingExperiment):
     a step over all ranks. At the end of an epoch, only a partial microbatch is dropped, so that the last step of the
     epoch may have fewer microbatches."""
     masked: float = between(0, 0.95, 0)
-    """Fraction of the target tokens that are drawn at random and do not count in the loss, as in a training on answers
-    only. Samples, ranks and microbatches then have different numbers of valid tokens. An evaluation counts all
-    tokens."""
+    """Fraction of the target tokens, chosen at random, that are excluded from the loss, as when only the answers of a
+    dialogue are trained. Samples, ranks and microbatches then have different numbers of valid tokens. An evaluation
+    counts all tokens."""
     prompt: str = "def "
     """Text that the trained model continues in the final table."""
     clip: float = between(0, 1e6, 1)

@@ -82,9 +82,11 @@ class Config(Replicated):
         local_steps = steps - self.start
         if local_steps < 1:
             raise ValueError(
-                f"start={self.start} makes all {steps} steps of the run synchronous; use start={steps // 2}"
+                f"start={self.start} makes all {steps} steps of the run synchronous; "
+                f"use start={max(0, steps - self.every)}"
             )
         if self.every > local_steps:
-            raise ValueError(
-                f"every={self.every} exceeds the {local_steps} local steps of the run; use at most every={local_steps}"
-            )
+            remedy = f"use at most every={local_steps}"
+            if self.delay >= local_steps:
+                remedy += f" and delay={local_steps - 1}"
+            raise ValueError(f"every={self.every} exceeds the {local_steps} local steps of the run; {remedy}")

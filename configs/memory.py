@@ -46,8 +46,8 @@ class StateSharding:
         """
         if self.zero1 and copies == 1:
             raise ValueError(
-                "zero1=true divides the optimizer state among ranks with the same parameters, but every rank of this "
-                f"run holds different parameters; use {remedy}, or omit zero1"
+                "zero1=true divides the optimizer state among ranks with the same parameters, but no two ranks of "
+                f"this run hold the same parameters; use {remedy}, or omit zero1"
             )
 
 

@@ -129,7 +129,7 @@ class PipelineConfig(Stages):
         if self.schedule == "dualpipev" and self.microbatches < self.stages:
             raise MicrobatchError(
                 "schedule=dualpipev needs at least as many microbatches as stages; "
-                f"set microbatches to {self.stages} or more"
+                f"use at least {self.stages} microbatches"
             )
 
     def check_torch_schedule(self) -> None:
@@ -139,7 +139,7 @@ class PipelineConfig(Stages):
             if count < self.stages:
                 raise MicrobatchError(
                     "engine=torch with schedule=1f1b needs at least as many microbatches as stages; "
-                    f"set microbatches to {self.stages} or more"
+                    f"use at least {self.stages} microbatches"
                 )
             return
         if self.schedule in ("1f1b", "interleaved_1f1b", "zero_bubble"):

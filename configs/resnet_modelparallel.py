@@ -168,7 +168,8 @@ class Config(PipelineExperiment):
         shard = self.batch_plan.shard
         if shard % self.microbatch:
             raise ValueError(
-                f"batch={shard} cannot be divided evenly into microbatches of split_size={self.microbatch} samples; "
+                f"the {shard} samples of a replica cannot be divided evenly into microbatches of "
+                f"split_size={self.microbatch} samples; "
                 f"valid sizes are {format_divisors(shard)}"
             )
         if self.loss == "mse" and not self.can_draw_targets and ":" not in self.data.name:
@@ -187,7 +188,7 @@ class Config(PipelineExperiment):
         try:
             pipeline.check(shard)
         except MicrobatchError as error:
-            raise ValueError(f"{error}; the number of microbatches is batch / split_size") from None
+            raise ValueError(f"{error}; the number of microbatches is batch / replicas / split_size") from None
         self.memory.check(self.model)
         self.state_sharding.check(self.replicas, "replicas=2 or more")
         super().check()

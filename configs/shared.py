@@ -85,7 +85,8 @@ class Log:
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
     memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
     """Step of each attempt in which each rank measures the bytes of its training state, activations and messages. If
-    the attempt has fewer steps, the last one is measured. 0 disables the measurement."""
+    the attempt has fewer steps, the last one is measured. 0 disables the measurement; gpt_parallel then
+    measures the first step."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -217,7 +218,8 @@ class Data:
     inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml names the data set that was
     used."""
     root: str = file_path("data")
-    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default.
+    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default,
+    unless the YAML file of the experiment sets data.root.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
     be downloaded. For text, a UTF-8 file or folder; none selects the source of Python's standard library."""
     cache: str = file_path("data/prepared")
@@ -358,7 +360,8 @@ class TrainingExperiment(Experiment):
     epochs: int = at_least(1, 1)
     """Number of passes over the training set. `steps` can end the run earlier."""
     batch: int = at_least(1, 64)
-    """Number of samples per optimizer step, over all ranks. The last partial batch of an epoch is dropped."""
+    """Number of samples per optimizer step, over all ranks. The last partial batch of an epoch is dropped, unless
+    `last_batch` or `accumulate` keeps its samples."""
     eval_batch: int = at_least(1, 1000)
     """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
     once."""

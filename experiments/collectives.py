@@ -2,7 +2,7 @@
 
     python experiments/collectives.py                                          two ranks on this machine
     python experiments/collectives.py processes_per_node=4 algorithms=[ring,tree,star] sizes=[4,1M]
-    python experiments/collectives.py ops=[all_reduce] dtypes=[float32,bfloat16,int64]
+    python experiments/collectives.py ops=[all_reduce] dtypes=[float32,bfloat16,int32]
     python experiments/collectives.py transports=[network,tls] launch.backend=builtin launch.tls=true
     make exp NAME=collectives NODES=4                                          on a cluster, with the bytes on its links
 

@@ -169,7 +169,9 @@ def check_unchanged_settings(folder: RunFolder, cfg: Experiment) -> None:
         remedy = "start a new run"
         if isinstance(cfg, TrainingExperiment):
             has_model = read_step_counts(folder) != (0, 0)
-            extension = "increase steps or epochs" if has_model else f"restore {MODEL_FACTS_FILE} to extend the run"
+            extension = "increase steps" if cfg.steps else "increase epochs"
+            if not has_model:
+                extension = f"restore {MODEL_FACTS_FILE} to extend the run"
             remedy = f"{extension}, or {remedy}"
         problem = f"{changed_settings.describe_changes(ineffective)} has no effect"
         raise UserError(f"{folder.path.name} is finished: {problem}; {remedy}")

@@ -259,12 +259,16 @@ def resolve_processes_per_node(settings: Experiment, profile: Profile) -> Experi
     ranks = find_group(settings, RanksPerNode)
     if ranks is None or ranks.is_set:
         return settings
-    settings = config_keys.replace_values(settings, {"processes_per_node": profile.ranks_per_node})
+    resolved = config_keys.replace_values(settings, {"processes_per_node": profile.ranks_per_node})
     try:
-        settings.check()
+        config_keys.check_combinations(resolved)
+    except ValueError:
+        return settings  # the number of ranks is fixed, as with strategy=single
+    try:
+        resolved.check()
     except ValueError as error:
         raise UserError(str(error)) from None
-    return settings
+    return resolved
 
 
 def check_step_timeout(settings: Experiment, profile: Profile) -> None:

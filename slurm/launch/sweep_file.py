@@ -166,10 +166,12 @@ def get_repeats(cfg: Experiment) -> int:
 def read_python_grid(experiment: str, overrides: list[str]) -> dict[str, Any]:
     """Return the Python grid of an experiment in the form of a parsed sweep file.
 
-    The grid is expanded as for a machine without GPUs.
+    The grid is expanded as for a machine without GPUs. Raises UserError for invalid settings.
     """
     cfg = config.load_config(config.import_schema(experiment), overrides)
     grid = load_grid(experiment)
+    if not grid.new_seeds and any(override.startswith("repeats=") for override in overrides):
+        raise UserError("repeats applies to sweep=true only, because make sweep runs each point once; omit repeats")
     repeats = str(get_repeats(cfg)) if grid.new_seeds else "1"
     points = [format_settings(cell) for cell in grid.points(cfg, 0)]
     return {"experiment": experiment, "points": points, "repeats": repeats}

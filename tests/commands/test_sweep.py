@@ -235,6 +235,11 @@ def test_a_python_grid_has_the_points_that_its_experiment_sweeps(experiment: str
     assert len(grid.points) == points
 
 
+def test_a_python_grid_without_repeated_runs_refuses_repeats() -> None:
+    with pytest.raises(UserError, match="repeats applies to sweep=true only"):
+        sweep_file.read_sweep_file("configs/sweeps/resnet_dataparallel.py", ["repeats=5"])
+
+
 @pytest.mark.parametrize("name", ["mnist_pipeline", "no_such_experiment", "__init__"])
 def test_a_python_file_without_a_grid_is_refused(name: str) -> None:
     with pytest.raises(UserError):

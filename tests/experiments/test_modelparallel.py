@@ -75,9 +75,9 @@ def test_a_mode_is_a_schedule_and_its_microbatches(settings: str, processes: int
 VECTORS = "model=toy data.name=vectors"
 INVALID_SETTINGS = {
     "split_size=5": "split_size=5 ... 1, 2, 4, 8, 16, 32, 64",
-    "split_size=65": "batch=64 ... split_size=65",
-    "schedule=dualpipev stages=4 stages_per_process=2 split_size=32": "at least as many ... batch / split_size",
-    "engine=torch schedule=1f1b stages=3 split_size=32": "at least as many ... batch / split_size",
+    "split_size=65": "the 64 samples of a replica ... split_size=65",
+    "schedule=dualpipev stages=4 stages_per_process=2 split_size=32": "use at least 4 ... batch / replicas / split_size",
+    "engine=torch schedule=1f1b stages=3 split_size=32": "use at least 3 ... batch / replicas / split_size",
     "split=[layer2_0] stages=3": "makes 2 stages ... split=[] to balance",
     "devices=[gpu,gpu]": "gpu is not a valid device ... [cuda:0,cuda:1]",
     "devices=[cpu]": "lists 1 devices for stages=2",

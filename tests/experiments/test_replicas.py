@@ -103,9 +103,9 @@ def test_local_statistics_are_restored_only_if_the_layout_is_the_same(
 INVALID_SETTINGS = {
     "replicas=3": "batch=64 ... replicas=3 ... 1, 2, 4",
     "replicas=2 launch.nodes=4": "replicas=2 ... launch.nodes=4 ... multiple of launch.nodes",
-    "replicas=2 split_size=64": "split_size=64 ... batch=32",
+    "replicas=2 split_size=64": "the 32 samples of a replica ... split_size=64",
     "replicas=2 devices=[cpu,cpu]": "needs a single process",
-    "zero1=true": "every rank of this run holds different parameters; use replicas=2 or more, or omit zero1",
+    "zero1=true": "no two ranks of this run hold the same parameters; use replicas=2 or more, or omit zero1",
 }
 
 

@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 import torch
+import yaml
 from PIL import Image
 from torch import nn
 
@@ -22,9 +23,11 @@ from common.ranks.rendezvous import World
 from common.runs.folder import read_json
 from common.system.errors import UserError
 from common.techniques.data_parallel import device_report, single_process_baseline
+from configs.profile import Profile
 from configs.resnet_dataparallel import Config
 from configs.sweeps.resnet_dataparallel import list_points
 from experiments import resnet_dataparallel
+from slurm.launch import submit
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.parity.dataparallel_cases import DATA_PARALLEL, train_run
@@ -92,6 +95,15 @@ INVALID_SETTINGS = {
 def test_invalid_settings_are_refused(settings: str, message: str) -> None:
     with expect_refusal(message):
         config.load_config(Config, settings.split(), {})
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 4])
+def test_one_process_is_submitted_regardless_of_the_ranks_per_node_of_a_profile(ranks_per_node: int) -> None:
+    settings = config.load_config(Config, ["strategy=single"])
+    submitted = submit.resolve_processes_per_node(settings, Profile(processes=ranks_per_node))
+    assert submitted.processes == 1
+    written = yaml.safe_load(config.format_yaml(submitted))
+    assert written["processes_per_node"] == 0, "the ranks of the job would refuse another value"
 
 
 def test_samples_per_device_depend_on_the_strategy() -> None:

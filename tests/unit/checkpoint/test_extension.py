@@ -73,6 +73,17 @@ def test_the_initial_weights_of_a_job_may_be_named_as_in_its_first_command(run: 
         extension.check_resume(run.folder, replace_values(Config(), {"weights": "4f1d"}))
 
 
+@pytest.mark.parametrize("steps, remedy", [(0, "increase epochs"), (9, "increase steps")])
+def test_a_finished_run_names_the_setting_that_extends_it(steps: int, remedy: str, run: RunWithCheckpoints) -> None:
+    cfg = Config(steps=steps)
+    (run.folder.path / "config.yaml").write_text(config.format_yaml(cfg))
+    run.save(9)
+    (run.folder.path / "result.json").write_text('{"state": "finished"}')
+    (run.folder.path / "model.json").write_text('{"step": 9, "epoch_steps": 9}')
+    with pytest.raises(UserError, match=f"has no effect; {remedy}, or start a new run"):
+        extension.check_resume(run.folder, replace_values(cfg, {"optim.lr": 7.0}))
+
+
 def test_a_finished_run_without_its_model_gets_a_remedy_that_works(tmp_path: Path) -> None:
     write_config(RunFolder(tmp_path))
     (tmp_path / "result.json").write_text('{"state": "finished"}')
