@@ -60,6 +60,11 @@ REFUSED = (
         "elastic.on=true", "zero1=true", f"elastic=true cannot be combined with zero1=true, {STATE_LOST}",
         "omit zero1=true",
     ),
+    Refusal(
+        "shards=auto", "find_unused_parameters=true",
+        "shards=auto measures the time until the last gradient, which is unknown if parameters are unused",
+        "set the shards, such as shards=[1,3], or omit find_unused_parameters",
+    ),
     Refusal("strategy=fsdp", "zero1=true", "zero1 applies to DDP only", f"{DDP_ONLY} zero1"),
     Refusal("strategy=fsdp", "static_graph=true", "static_graph applies to DDP only", f"{DDP_ONLY} static_graph"),
     Refusal(
@@ -133,6 +138,10 @@ class Config(Replicated):
     initial: InitialWeights = flat(InitialWeights)
     memory: Memory = flat(Memory)
     state_sharding: StateSharding = flat(StateSharding)
+
+    @property
+    def accepts_scalar_parameters(self) -> bool:
+        return self.strategy != "fsdp" and self.communication != "powersgd"
 
     @property
     def batch_plan(self) -> BatchPlan:

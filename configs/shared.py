@@ -354,6 +354,11 @@ class TrainingExperiment(Experiment):
     splits_network: ClassVar[bool] = False
     """Whether the network is split into stages, so that a custom network must be an nn.Sequential."""
 
+    @property
+    def accepts_scalar_parameters(self) -> bool:
+        """Whether a custom network may have parameters with the shape []."""
+        return True
+
     loss: str = networks.loss_field()
     """Loss for training and evaluation. cross_entropy needs class labels; mse, the mean squared error, needs float
     targets. FILE.py:function is a custom loss: function(outputs, targets) returns a tensor [N], one loss per sample."""

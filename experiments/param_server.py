@@ -27,9 +27,9 @@ are:
     bounded     same as async, but no push has a staleness above `staleness`: a server delays its answer to a worker for
                 as long as the answer could make a push too stale (stale synchronous parallel, Ho et al. 2013)
 
-In async and bounded mode, each push is also weighted by its share of the batch, and `damp=true` divides the learning
-rate of a push by its staleness (Zhang et al. 2015, arXiv 1511.05950). Workers can run ahead of each other between
-synchronizations. All ranks synchronize to evaluate, to collect metrics, and to agree on saving a checkpoint or
+In async and bounded mode, the learning rate of each push is multiplied by its share of the batch, and `damp=true`
+divides it by the staleness of the push (Zhang et al. 2015, arXiv 1511.05950). Workers can run ahead of each other
+between synchronizations. All ranks synchronize to evaluate, to collect metrics, and to agree on saving a checkpoint or
 stopping. At these points, all pushes have been applied, and the resulting state is evaluated and saved.
 """
 

@@ -133,18 +133,34 @@ def update_masks(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimize
     sparsity = pruning_schedules.compute_sparsity(cfg, step, run.total)
     if sparsity is None:
         return
-    if cfg.schedule != "rigl":
-        scores = score_weights(cfg, run, model, masks, step)
-        new_masks = choose_masks(cfg, scores, sparsity)
-        # A weight is kept only if it is in both masks, so pruned weights stay pruned.
-        masks.replace_masks([old & new for old, new in zip(masks.masks, new_masks, strict=True)])
-    elif step:
+    if cfg.schedule == "rigl" and step:
         progress = step / (cfg.end * run.total)
         share = cfg.drop / 2 * (1 + math.cos(math.pi * progress))
         pruning_masks.drop_and_grow(masks, optimizer, share)
     else:
-        masks.replace_masks(draw_initial_masks(cfg, masks))
+        prune(cfg, run, model, masks, step, sparsity)
     masks.assert_equal_on_ranks()
+
+
+def prune(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int, sparsity: float) -> None:
+    """Prune further weights until the masks have this sparsity (0 to 1). Pruned weights stay pruned."""
+    if cfg.schedule == "rigl" and not masks.sparsity:
+        masks.replace_masks(draw_initial_masks(cfg, masks))
+        return
+    new_masks = choose_masks(cfg, score_weights(cfg, run, model, masks, step), sparsity)
+    masks.replace_masks([old & new for old, new in zip(masks.masks, new_masks, strict=True)])
+
+
+def catch_up(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> None:
+    """Prune the weights that the schedule has pruned by this step, at which the run resumes.
+
+    With other settings, such as fewer epochs, updates that the run has not executed may lie before this step.
+    """
+    sparsity = pruning_schedules.compute_reached_sparsity(cfg, step, run.total)
+    if masks.sparsity < sparsity - pruning_masks.SPARSITY_TOLERANCE:
+        prune(cfg, run, model, masks, step, sparsity)
+        masks.assert_equal_on_ranks()
+        masks.apply_to_weights()
 
 
 def main(cfg: Config, run: Run) -> None:
@@ -158,10 +174,13 @@ def main(cfg: Config, run: Run) -> None:
         model = ddp.replicate(inner_model, run, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     run.register(inner_model, optimizer, run.batches(shard=run.shard), replicated=True)  # masks are buffers
-    if run.resume() == 0:
+    first_step = run.resume()
+    masks.recompute_factors()  # the checkpoint may contain different masks
+    if first_step == 0:
         update_masks(cfg, run, model, masks, optimizer, 0)
         masks.apply_to_weights()
-    masks.recompute_factors()  # the checkpoint may contain different masks
+    else:
+        catch_up(cfg, run, model, masks, first_step)
 
     for step in run.steps():
         optimizer.zero_grad()

@@ -167,10 +167,16 @@ def compute_scores(sums: Tensor) -> dict[str, float]:
     return {"test_loss": loss / count, **accuracy, "test_samples": int(count)}
 
 
-def measure_accuracy(model: nn.Module, test: Images, device: torch.device, *, batch: int, dtype: torch.dtype) -> float:
+def measure_accuracy(
+    model: nn.Module, test: Images, device: torch.device, *, batch: int, dtype: torch.dtype
+) -> float | None:
     """Return the accuracy (0 to 1) over all test samples, computed by this rank alone.
 
-    The model remains in its current mode, training or eval.
+    Returns None if the outputs are not scores of classes. The model remains in its current mode, training or eval.
     """
-    sums = sum_scores(lambda x, _: model(x), test, device, batch=batch, dtype=dtype)
-    return compute_scores(sums)["test_accuracy"]
+
+    def compute_no_loss(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        return outputs.new_zeros(())
+
+    sums = sum_scores(lambda x, _: model(x), test, device, loss=compute_no_loss, batch=batch, dtype=dtype)
+    return compute_scores(sums).get("test_accuracy")

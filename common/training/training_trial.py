@@ -44,7 +44,7 @@ def try_training(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
         network = build_network(model, train.shape, train.outputs).to(dtype)
         check_network(cfg, model, network)
         with convert_errors_of_user_file("model", model, type(network).forward):
-            outputs = network(inputs)
+            outputs = compute_layers(network, inputs) if cfg.splits_network else network(inputs)
             check_outputs(cfg.loss, outputs, targets, train)
     if ":" in cfg.loss:
         check_custom_loss(cfg.loss, outputs, targets)
@@ -71,8 +71,25 @@ def check_network(cfg: TrainingExperiment, value: str, network: nn.Module) -> No
             layer = f"the layer {name} ({type(module).__name__})"
             problem = f"the sizes of {layer} are unknown before the first forward pass"
             raise UserError(f"model={value}: {problem}; use a layer with known sizes, such as nn.Linear")
+    for name, parameter in network.named_parameters():
+        if parameter.dim() == 0 and not cfg.accepts_scalar_parameters:
+            problem = f"the parameter {name} is a scalar, which these settings do not support"
+            raise UserError(f"model={value}: {problem}; use a parameter of the shape [1]")
     if not any(parameter.requires_grad for parameter in network.parameters()):
         raise UserError(f"model={value}: the network has no trainable parameters; register its layers as attributes")
+
+
+def compute_layers(network: nn.Module, inputs: Tensor) -> Tensor:
+    """Return the outputs of a network whose layers may be in different stages. Raises TypeError or ValueError."""
+    outputs = inputs
+    for name, layer in network.named_children():
+        outputs = layer(outputs)
+        if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+            raise TypeError(f"the layer {name} returned a {type(outputs).__name__}; return one float tensor")
+        if outputs.shape[:1] != inputs.shape[:1]:
+            problem = f"for {len(inputs)} samples, the layer {name} returned the shape {list(outputs.shape)}"
+            raise ValueError(f"{problem}; return one row for each sample")
+    return outputs
 
 
 def check_outputs(loss: str, outputs: Any, targets: Tensor, train: Images) -> None:

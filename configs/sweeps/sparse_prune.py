@@ -80,10 +80,11 @@ def format_medians(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     lines = [f"    {'':<{width}}  {headings}  runs"]
     for name, rows in groups.items():
         cells = []
-        for key, (_, number_format) in COLUMNS.items():
+        for key, (heading, number_format) in COLUMNS.items():
+            numbers = [row[key] for row in rows if key in row]  # custom networks may not support bf16 or CSR
             scale = 1e3 if "seconds" in key else 1
-            number = median(row[key] for row in rows) * scale + 0.0  # adding 0.0 turns -0 into 0
-            cells.append(number_format.format(number))
+            cell = number_format.format(median(numbers) * scale + 0.0) if numbers else "-"  # 0.0 turns -0 into 0
+            cells.append(cell.rjust(len(heading)))
         lines.append(f"    {name:<{width}}  {'  '.join(cells)}  {len(rows):>4}")
     return "\n".join(lines)
 
@@ -98,8 +99,9 @@ def describe_csr_speed(groups: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
         slower = []
         unclear = []
         for name, rows in groups.items():
-            ratios = [row["csr_seconds"] / row[f"{dtype}_seconds"] for row in rows]
-            if name == "dense" or max(ratios) <= 1:
+            timed = [row for row in rows if {"csr_seconds", f"{dtype}_seconds"} <= row.keys()]
+            ratios = [row["csr_seconds"] / row[f"{dtype}_seconds"] for row in timed]
+            if name == "dense" or max(ratios, default=0) <= 1:
                 continue
             if min(ratios) > 1:
                 slower.append(name)

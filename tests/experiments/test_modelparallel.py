@@ -32,6 +32,7 @@ from configs.sweeps.resnet_modelparallel import list_points, plot_times
 from experiments import resnet_modelparallel
 from tests.harness.commands.processes import FinishedRun, run_experiment
 from tests.harness.commands.refusals import expect_refusal
+from tests.harness.repository import ROOT
 
 NAME = "resnet_modelparallel"
 SMALL = ("width=4", "batch=16", "steps=4", "plot=false", "data.image_size=16", "data.samples=160", "launch.threads=1")
@@ -76,7 +77,7 @@ VECTORS = "model=toy data.name=vectors"
 INVALID_SETTINGS = {
     "split_size=5": "split_size=5 ... 1, 2, 4, 8, 16, 32, 64",
     "split_size=65": "the 64 samples of a replica ... split_size=65",
-    "schedule=dualpipev stages=4 stages_per_process=2 split_size=32": "use at least 4 ... batch / replicas / split_size",
+    "schedule=dualpipev stages=4 stages_per_process=2 split_size=32": "at least 4 ... batch / replicas / split_size",
     "engine=torch schedule=1f1b stages=3 split_size=32": "use at least 3 ... batch / replicas / split_size",
     "split=[layer2_0] stages=3": "makes 2 stages ... split=[] to balance",
     "devices=[gpu,gpu]": "gpu is not a valid device ... [cuda:0,cuda:1]",
@@ -191,8 +192,8 @@ def list_first_layers(completed: FinishedRun) -> list[str]:
 def test_a_stage_without_weights_is_refused(engine: str) -> None:
     model = networks.ResNet("resnet18", (3, 8, 8), 3, width=2)
     cfg = load_settings("stages=3", "split=[pool,fc]", f"engine={engine}")
-    run = cast(Any, SimpleNamespace(training_cfg=cfg, sample_shape=(3, 8, 8)))
-    with pytest.raises(UserError, match="the stage that starts at layer pool has no trainable parameters"):
+    run = cast(Any, SimpleNamespace(training_cfg=cfg, load_first_inputs=lambda count: torch.zeros(count, 3, 8, 8)))
+    with pytest.raises(UserError, match="the stage that starts at layer pool has no parameters"):
         model_split.split_model(cfg.make_pipeline_config(), model, run)
 
 
@@ -218,7 +219,7 @@ def test_a_network_whose_stages_would_be_wrong_is_refused(
     make_network: Callable[[], nn.Sequential], message: str
 ) -> None:
     cfg = load_settings("stages=2", "split=[2]")
-    run = cast(Any, SimpleNamespace(training_cfg=cfg, sample_shape=(3, 8, 8)))
+    run = cast(Any, SimpleNamespace(training_cfg=cfg, load_first_inputs=lambda count: torch.zeros(count, 3, 8, 8)))
     with pytest.raises(UserError, match=message):
         model_split.split_model(cfg.make_pipeline_config(), make_network(), run)
 
@@ -464,3 +465,24 @@ def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:
     completed = train(tmp_path, *settings, "plot=false")
     assert completed.result["test_accuracy"] > 0.7
     assert completed.result["stages"] == [["net1"], ["net2"]]
+
+
+TOKEN_NETWORK = """from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, outputs):
+        super().__init__(nn.Embedding(outputs, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, outputs))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["own", "torch"])
+def test_a_custom_network_for_tokens_is_trained_as_a_pipeline(engine: str, tmp_path: Path) -> None:
+    """The first stage gets integers, and the other stages get float tensors."""
+    file = tmp_path / "net.py"
+    file.write_text(TOKEN_NETWORK)
+    text = ("data.name=text", f"data.root={ROOT}/common/training/loop.py", f"data.cache={tmp_path / 'sets'}")
+    settings = (f"model={file}:Net", "data.context=8", f"engine={engine}", "batch=16", "steps=3", "optim.warmup=0")
+    completed = run_experiment("mnist_pipeline", *text, *settings, "log.progress=none", runs=tmp_path / "runs")
+    assert len(completed.losses) == 3

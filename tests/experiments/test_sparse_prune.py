@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from common.checkpoint import storage
 from common.config import config
+from common.data.prepare import prepare_digits
+from common.data.samples import Images
 from common.models import networks
 from common.system import seeds
 from common.system.errors import UserError
 from common.techniques.pruning import int8, pruning_masks, pruning_savings, pruning_schedules
 from common.techniques.pruning.pruning_masks import Masks
+from common.training.evaluate import measure_accuracy
 from configs.sparse_prune import CRITERIA, Config
 from configs.sweeps.sparse_prune import GRID, describe_csr_speed
 from experiments import sparse_prune
@@ -422,6 +425,22 @@ def test_pruned_weights_stay_zero_with_other_scopes_and_after_a_resume(
         assert count_pruned(masks) == round(0.9 * MLP_WEIGHTS)
 
 
+@pytest.mark.parametrize("schedule", ["oneshot", "rigl"])
+def test_a_resume_prunes_what_a_shorter_run_has_pruned_by_then(schedule: str, digits: Settings, tmp_path: Path) -> None:
+    """With fewer steps or another schedule, the step that prunes lies before the step of the checkpoint."""
+    settings = (*digits, *SAVING, "schedule=oneshot", "begin=0.5", "sparsity=0.9")
+    first = run_experiment("sparse_prune", *settings, runs=tmp_path)
+    (attempt,) = first.folder.list_attempts()
+    for checkpoint in storage.list_checkpoints(attempt):
+        if checkpoint.step > 5:  # the masks change after step 6 of 12
+            shutil.rmtree(checkpoint.path)
+    changes = ["steps=8"] if schedule == "oneshot" else ["schedule=rigl", "begin=0.1"]
+    resumed = resume(first, *changes)
+    assert resumed.result["sparsity"] == pytest.approx(0.9, abs=1e-4)
+    newest = find_newest_checkpoint(resumed)
+    check_pruned_weights_are_zero(load_model(newest), newest.step)
+
+
 def test_a_resume_with_a_lower_sparsity_restores_no_weight(digits: Settings, tmp_path: Path) -> None:
     first = run_experiment("sparse_prune", *digits, *SAVING, "steps=6", runs=tmp_path)
     before = load_models(first)[6]
@@ -619,6 +638,33 @@ def test_csr_speed_is_inconclusive_if_repeats_disagree() -> None:
             rows[label].append({"csr_seconds": seconds, "fp32_seconds": 1.0, "bf16_seconds": 10.0})
     expected = "slower than dense fp32 for a; inconclusive (varies between seeds) for b; never slower than dense bf16"
     assert describe_csr_speed(rows) == expected
+
+
+class TokenCounter(nn.Module):
+    """Network for tokens [N, T] that multiplies by a float32 constant, which bf16 does not support."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.head = nn.Linear(5, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.embedding(x)) @ torch.eye(7)
+        return outputs
+
+
+def test_times_of_unsupported_variants_are_omitted() -> None:
+    tokens = torch.arange(12).view(3, 4) % 7
+    with_constant = TokenCounter()
+    assert pruning_savings.time_inference(with_constant, tokens, with_constant).keys() == {"fp32", "smaller", "csr"}
+    embedding = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+    assert "bf16" in pruning_savings.time_inference(embedding, tokens, embedding)
+
+
+def test_outputs_that_are_not_scores_of_classes_have_no_accuracy(cache: Path) -> None:
+    test_images = Images(prepare_digits(cache), "test", 50)
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(1))
+    assert measure_accuracy(model, test_images, torch.device("cpu"), batch=20, dtype=torch.float32) is None
 
 
 def test_repeats_of_a_python_grid_have_different_seeds() -> None:

@@ -85,7 +85,9 @@ def test_a_model_without_weights_is_not_pretrained(finished: GetRun, cache: Path
     test_images = Images(prepare_digits(cache), "test", completed.result["test_samples"])
 
     def score(model: nn.Module) -> float:
-        return measure_accuracy(model.eval(), test_images, torch.device("cpu"), batch=100, dtype=torch.float32)
+        accuracy = measure_accuracy(model.eval(), test_images, torch.device("cpu"), batch=100, dtype=torch.float32)
+        assert accuracy is not None
+        return accuracy
 
     import torchvision  # takes 2 s, which other tests need not wait for
 

@@ -50,20 +50,18 @@ class Shard:
         """Number of optimizer steps taken."""
 
     def average_gradients(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the gradient [n] of an optimizer step with pushed gradients [n].
-
-        Each gradient is computed from one worker's share of the batch, so the sum of the gradients is divided by the
-        number of workers.
-        """
-        return functools.reduce(torch.add, gradients) / self.workers
+        """Return the mean [n] of pushed gradients [n]."""
+        return functools.reduce(torch.add, gradients) / len(gradients)
 
     def apply_gradients(self, gradients: Sequence[Tensor], rate: float, factor: float = 1.0) -> None:
-        """Take one optimizer step with pushed gradients [n] and learning rate `rate`.
+        """Take one optimizer step with pushed gradients [n].
 
-        The mean gradient is multiplied by `factor`.
+        The mean gradient is multiplied by `factor`. The learning rate `rate` belongs to a step with the whole batch. It
+        is multiplied by the part of the batch from which the gradients were computed. Otherwise, weight decay and Adam,
+        which do not depend on the scale of the gradient, would change the parameters too much.
         """
         self.values.grad = self.average_gradients(gradients) * factor
-        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.param_groups[0]["lr"] = rate * (len(gradients) / self.workers)
         self.optimizer.step()
         self.version += 1
 

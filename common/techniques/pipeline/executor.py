@@ -27,15 +27,15 @@ Marks = list[tuple[Action, Stamp, Stamp]]
 
 
 @torch.no_grad()
-def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Sequence[int], dtype: torch.dtype) -> list[torch.Size]:
+def infer_boundary_shapes(stages: Sequence[nn.Module], sample: Tensor, dtype: torch.dtype) -> list[torch.Size]:
     """Return the shape of one sample after each stage, without the batch dimension.
 
-    `sample` is the shape of one input. A sample of zeros passes through the stages, which are in eval mode so that the
-    statistics of BatchNorm do not change. Tensors on the meta device would avoid this computation, but the first use of
-    this device takes a second.
+    `sample` [1, ...] is one input. It passes through the stages, which are in eval mode so that the statistics of
+    BatchNorm do not change. Tensors on the meta device would avoid this computation, but the first use of this device
+    takes a second.
     """
     shapes = []
-    activation = torch.zeros(1, *sample, dtype=dtype)
+    activation = sample
     for stage in stages:
         activation = stage.to(dtype).eval()(activation)
         stage.train()
@@ -245,7 +245,7 @@ class PipelineEngine(ScheduleExecutor):
     `stages` contains all stages of the model; only the stages that this rank executes in the schedule are moved to the
     rank's device. `loss` must be a mean over samples. The engine divides the loss of each microbatch by the number of
     microbatches, so that the accumulated gradients equal those of the whole batch. `batch` is the number of samples in
-    one step of this pipeline, and `sample` is the shape of one input without the batch dimension.
+    one step of this pipeline, and `sample` [1, ...] is one input, on the CPU.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class PipelineEngine(ScheduleExecutor):
         world: World,
         *,
         batch: int,
-        sample: Sequence[int],
+        sample: Tensor,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.loss = loss

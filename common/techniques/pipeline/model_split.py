@@ -37,7 +37,9 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     """
     if len(set(model)) < len(model):
         raise UserError("the network uses a layer more than once; create a separate layer for each use")
-    sample = torch.randn(run.training_cfg.batch_plan.microbatch, *run.sample_shape)  # input for timing the layers
+    sample = run.load_first_inputs(run.training_cfg.batch_plan.microbatch)  # input for timing the layers
+    if sample.is_floating_point():
+        sample = sample.float()  # as the parameters, whose type changes later
     try:
         stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
@@ -46,7 +48,7 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
         if not any(True for _ in stage.parameters()):
             layer = next(name for name, _ in stage.named_children())
             raise UserError(
-                f"split: the stage that starts at layer {layer} has no trainable parameters; set split to "
+                f"split: the stage that starts at layer {layer} has no parameters; set split to "
                 "other layers or use fewer stages"
             )
     check_separate_parameters(stages)
@@ -196,6 +198,6 @@ def build_pipeline_engine(
         engine_class = TorchPipelineEngine
     world = group or run.world
     shard = run.training_cfg.batch_plan.shard
-    engine = engine_class(cfg, stages, loss, world, batch=shard, sample=run.sample_shape, dtype=run.dtype)
+    engine = engine_class(cfg, stages, loss, world, batch=shard, sample=run.load_first_inputs(1).cpu(), dtype=run.dtype)
     run.set_up_step_meter(None, engine.shared_memory_bytes)
     return engine

@@ -84,7 +84,7 @@ class TorchPipelineEngine(PipelineEngine):
     the naive schedule is executed as GPipe with one microbatch per call.
     """
 
-    def __init__(self, settings: PipelineConfig, *args: Any, sample: Sequence[int], **kwargs: Any) -> None:
+    def __init__(self, settings: PipelineConfig, *args: Any, sample: Tensor, **kwargs: Any) -> None:
         super().__init__(settings, *args, sample=sample, **kwargs)
         is_naive = settings.schedule == "naive"
         self.call_microbatches = 1 if is_naive else self.microbatches
@@ -107,11 +107,12 @@ class TorchPipelineEngine(PipelineEngine):
         """Zero, because torch.distributed.pipelining sends all training messages through the network."""
         return 0
 
-    def _make_stage(self, index: int, module: nn.Module, sample: Sequence[int]) -> TimedStage:
-        shapes = [torch.Size(sample), *self.shapes]
-        example_input = self._make_example_tensor(shapes[index])
-        example_input.requires_grad_(index > 0)
-        example_output = self._make_example_tensor(shapes[index + 1])
+    def _make_stage(self, index: int, module: nn.Module, sample: Tensor) -> TimedStage:
+        if index > 0:
+            example_input = self._make_example_tensor(self.shapes[index - 1], self.dtype).requires_grad_()
+        else:
+            example_input = self._make_example_tensor(sample.shape[1:], sample.dtype)
+        example_output = self._make_example_tensor(self.shapes[index], self.dtype)
         example_output.requires_grad_()  # the library sends gradients only to inputs that require gradients
         stage = TimedStage(
             ContiguousStage(module), index, self.stage_count, self.world.device,
@@ -120,9 +121,9 @@ class TorchPipelineEngine(PipelineEngine):
         stage.owner = self
         return stage
 
-    def _make_example_tensor(self, shape: torch.Size) -> Tensor:
-        """Return a tensor with the shape of one microbatch."""
-        return torch.empty(self.microbatch_size, *shape, dtype=self.dtype, device=self.world.device)
+    def _make_example_tensor(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor for one microbatch of samples with this shape."""
+        return torch.empty(self.microbatch_size, *shape, dtype=dtype, device=self.world.device)
 
     def _read_library_plan(self) -> Schedule:
         """Return, as a `Schedule`, the order in which torch.distributed.pipelining executes actions."""

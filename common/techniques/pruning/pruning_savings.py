@@ -168,34 +168,36 @@ def time_variants_in_turns(variants: Mapping[str, Callable[[], Tensor]], device:
 def time_inference(model: nn.Module, x: Tensor, smaller: nn.Module) -> dict[str, float]:
     """Return the time of a forward pass for x [N, ...] with each variant of a model, in seconds.
 
-    The variants are the dense model in float32, the dense model in bf16, `smaller`, the model without zero channels,
-    and the model with linear layers in CSR format, if its layers support this format. On a GPU with sparse tensor
-    cores, there are two more variants in float16: the dense model and the model with 2:4 linear layers. `model` must
-    not have masks.
+    The variants are the dense model in float32, `smaller`, the model without zero channels, the dense model in bf16,
+    and the model with linear layers in CSR format. On a GPU with sparse tensor cores, there are two more variants in
+    float16: the dense model and the model with 2:4 linear layers. Custom networks may not support some variants, which
+    are then omitted. `model` must not have masks.
     """
-    variants = {
-        "fp32": partial(model, x),
-        "bf16": partial(copy.deepcopy(model).bfloat16(), x.bfloat16()),
-        "smaller": partial(smaller, x),
+    is_float = x.is_floating_point()  # tokens are not converted
+    converted = {
+        "bf16": (copy.deepcopy(model).bfloat16(), x.bfloat16() if is_float else x),
+        "csr": (convert_to_csr(model), x),
     }
-    converted = convert_to_csr(model)
-    with contextlib.suppress(RuntimeError), torch.no_grad():  # a custom network may use weights outside of their layers
-        converted(x[:1])
-        variants["csr"] = partial(converted, x)
     if x.is_cuda and torch.cuda.get_device_capability(x.device) >= SPARSE_TENSOR_CORES:
-        variants["fp16"] = partial(copy.deepcopy(model).half(), x.half())
-        variants["two_of_four"] = partial(convert_to_two_of_four(model), x.half())
+        half = x.half() if is_float else x
+        converted["fp16"] = (copy.deepcopy(model).half(), half)
+        converted["two_of_four"] = (convert_to_two_of_four(model), half)
+    variants = {"fp32": partial(model, x), "smaller": partial(smaller, x)}
+    for name, (variant, inputs) in converted.items():
+        with contextlib.suppress(RuntimeError), torch.no_grad():
+            variant(inputs[:1])
+            variants[name] = partial(variant, inputs)
     return time_variants_in_turns(variants, x.device)
 
 
 # ---- all savings, as numbers and as text
 
 
-def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float] | None) -> dict[str, Any]:
+def measure_sizes(model: nn.Module, accuracy: Callable[[nn.Module], float | None] | None) -> dict[str, Any]:
     """Return the file sizes of a model without masks, and the file size and accuracy of an int8 copy of the model.
 
-    `accuracy` is a function that returns the test accuracy of a model. If `accuracy` is None or torchao is not
-    installed, no int8 copy is measured.
+    `accuracy` is a function that returns the test accuracy of a model, or None if its outputs are not the scores of
+    classes. If `accuracy` is None or torchao is not installed, no int8 copy is measured.
     """
     raw, compressed = measure_file_sizes(model)
     csr, _ = measure_file_sizes(convert_to_csr(model))
@@ -231,7 +233,8 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
     """
     csr = facts.get("csr_seconds")
     fp32 = facts["fp32_seconds"]
-    bf16 = facts["bf16_seconds"]
+    bf16 = facts.get("bf16_seconds")
+    unavailable = "not available for this network"
 
     def compare(dense: float, csr: float) -> str:
         return f"{dense / csr:.1f} x faster" if csr < dense else f"{csr / dense:.1f} x slower"
@@ -239,10 +242,13 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
     def format_size(prefix: str) -> str:
         return f"{facts[f'{prefix}bytes_raw']:,} bytes, {facts[f'{prefix}bytes_compressed']:,} compressed"
 
-    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16 * 1e3:.3g} ms, linear layers in CSR"
-    comparison = "not available for this network"
+    bf16_time = unavailable if bf16 is None else f"{bf16 * 1e3:.3g} ms"
+    times = f"dense fp32 {fp32 * 1e3:.3g} ms, dense bf16 {bf16_time}, linear layers in CSR"
+    comparison = unavailable
     if csr is not None:
-        comparison = f"{csr * 1e3:.3g} ms: CSR is {compare(fp32, csr)} than fp32 and {compare(bf16, csr)} than bf16"
+        comparison = f"{csr * 1e3:.3g} ms: CSR is {compare(fp32, csr)} than fp32"
+        if bf16 is not None:
+            comparison += f" and {compare(bf16, csr)} than bf16"
     rows = {
         "file": f"{format_size('')}; {facts['bytes_csr']:,} bytes in CSR",
         format_count(samples, "sample"): f"{times} {comparison}",
@@ -254,8 +260,10 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
     if with_int8:
         rows["int8"] = int8.MISSING_TORCHAO
     if "int8_accuracy" in facts:
-        rows["int8"] = f"{facts['int8_accuracy']:.2%} test accuracy, {format_size('int8_')}"
-    if "two_of_four_seconds" in facts:
+        accuracy = facts["int8_accuracy"]
+        score = "" if accuracy is None else f"{accuracy:.2%} test accuracy, "
+        rows["int8"] = f"{score}{format_size('int8_')}"
+    if "two_of_four_seconds" in facts and "fp16_seconds" in facts:
         dense = facts["fp16_seconds"]
         sparse = facts["two_of_four_seconds"]
         times = f"dense fp16 {dense * 1e3:.3g} ms, sparse tensor cores {sparse * 1e3:.3g} ms"
@@ -268,7 +276,7 @@ def format_savings(facts: Mapping[str, Any], samples: int, with_int8: bool) -> d
 
 
 def report_savings(
-    cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float], path: Path
+    cfg: Config, model: nn.Module, masks: Masks, x: Tensor, accuracy: Callable[[nn.Module], float | None], path: Path
 ) -> ReportData:
     """Return the report of a pruned model: the remaining weights and the savings.
 

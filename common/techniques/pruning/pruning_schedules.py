@@ -32,3 +32,9 @@ def compute_sparsity(cfg: Config, step: int, total: int) -> float | None:
             is_due = step < end and step % cfg.every == 0
             return cfg.sparsity if step == 0 or is_due else None
     return None
+
+
+def compute_reached_sparsity(cfg: Config, step: int, total: int) -> float:
+    """Return the highest sparsity (0 to 1) of the masks that are created up to and after `step` of `total` steps."""
+    sparsities = (compute_sparsity(cfg, earlier, total) for earlier in range(step + 1))
+    return max((sparsity for sparsity in sparsities if sparsity is not None), default=0.0)

@@ -80,7 +80,8 @@ def build_engine(case: PipelineConfig, world: World, boundary: str = "l5", batch
     engine = PipelineEngine if case.engine == "own" else TorchPipelineEngine
     if case.transport == "network":
         world = dataclasses.replace(world, backend="nccl")  # one process group for each kind and direction of messages
-    return engine(case, stages, F.cross_entropy, world, batch=batch, sample=(7, 6), dtype=torch.float64)
+    sample = torch.zeros(1, 7, 6, dtype=torch.float64)
+    return engine(case, stages, F.cross_entropy, world, batch=batch, sample=sample, dtype=torch.float64)
 
 
 def compare_with_unsplit(pipe: PipelineEngine, unsplit: nn.Sequential, case: PipelineConfig) -> None:

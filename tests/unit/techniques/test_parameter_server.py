@@ -52,6 +52,26 @@ def test_more_servers_than_parameters_are_refused() -> None:
         split_vector_into_shards(3, 4)
 
 
+OPTIMIZERS: dict[str, tuple[Any, float]] = {
+    "weight decay": (partial(SGD, lr=1.0, weight_decay=0.5), 0.0),
+    "adam": (partial(torch.optim.Adam, lr=1.0), 0.3),
+    "adamw": (partial(torch.optim.AdamW, lr=1.0, weight_decay=0.5), 0.3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pushes_that_are_applied_one_by_one_change_as_much_as_one_step_with_all(name: str) -> None:
+    make_optimizer, gradient = OPTIMIZERS[name]
+    together, separate = (Shard(torch.ones(3), make_optimizer, 4) for _ in range(2))
+    push = torch.full((3,), gradient)
+    for _ in range(10):
+        together.apply_gradients([push] * 4, 0.01)
+        for _ in range(4):
+            separate.apply_gradients([push], 0.01)
+    assert (together.values < 0.97).all(), "the comparison needs steps that change the values"
+    assert torch.allclose(separate.values, together.values, rtol=1e-2)
+
+
 INVALID_SETTINGS = {
     "staleness=-1": "staleness=-1: out of range; allowed: int >= 0",
     "staleness=3": "staleness=3 needs mode=bounded",

@@ -112,6 +112,48 @@ def test_a_loss_may_have_any_targets(
     try_settings(data_sets, name, *write_files(tmp_path, loss=text))
 
 
+LAYERS = """from torch import nn
+
+
+class First(nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Net(nn.Sequential):
+    def __init__(self, shape, outputs):
+        super().__init__(First(4, 4), nn.Linear(4, outputs))
+"""
+BAD_LAYERS = {
+    "(super().forward(x), x)": r"the layer 0 returned a tuple; return one float tensor",
+    "super().forward(x)[None]": r"for 8 samples, the layer 0 returned the shape \[1, 8, 4\]; return one row for each",
+}
+
+
+@pytest.mark.parametrize("outputs", BAD_LAYERS)
+def test_layers_of_different_stages_must_pass_one_tensor(
+    tmp_path: Path, data_sets: dict[str, PreparedDataset], outputs: str
+) -> None:
+    model, _ = write_files(tmp_path, LAYERS)
+    try_settings(data_sets, "labels", model, "stages=2", schema=mnist_pipeline.Config)
+    write_files(tmp_path, LAYERS.replace("super().forward(x)", outputs))
+    with pytest.raises(UserError, match=BAD_LAYERS[outputs]):
+        try_settings(data_sets, "labels", model, "stages=2", schema=mnist_pipeline.Config)
+
+
+@pytest.mark.parametrize("settings", ["strategy=fsdp", "communication=powersgd"])
+def test_scalar_parameters_are_refused_if_they_cannot_be_divided(
+    tmp_path: Path, data_sets: dict[str, PreparedDataset], settings: str
+) -> None:
+    text = NETWORK.replace("self.layer(x)", "self.layer(x) * self.scale")
+    layer = "self.layer = nn.Linear(4, outputs)\n"
+    scale = "        self.scale = nn.Parameter(self.layer.weight.new_ones(()))\n"
+    model, _ = write_files(tmp_path, text.replace(layer, layer + scale))
+    try_settings(data_sets, "labels", model)
+    with pytest.raises(UserError, match=r"the parameter scale is a scalar, .*; use a parameter of the shape \[1\]"):
+        try_settings(data_sets, "labels", model, settings)
+
+
 BAD_NETWORKS = {
     "class Other": ("class Net", r"has no class 'Net'; it has Other"),
     "class Net:\n    pass\n\n\nclass Unused": ("class Net", r"not a subclass of torch\.nn\.Module"),

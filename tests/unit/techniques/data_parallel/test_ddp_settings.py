@@ -13,6 +13,7 @@ INVALID_SETTINGS = {
     "batch=64 processes_per_node=5": "batch=60 or 65 ... processes_per_node=4",
     "sync_batchnorm=true": "model=convnet has none ... model=resnet18",
     "strategy=fsdp communication=fp16": "communication applies to DDP only ... strategy=ddp",
+    "shards=auto find_unused_parameters=true": "shards=auto measures the time until the last gradient ... shards=[1,3]",
     "strategy=fsdp static_graph=true": "static_graph applies to DDP only",
     "powersgd_rank=4": "powersgd_rank=4 needs communication=powersgd",
     "data.name=generated data.samples=50": "batch=64 exceeds the 50 training samples",
