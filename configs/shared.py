@@ -171,7 +171,8 @@ class Experiment(Tables):
     """Settings that determine the number of ranks, as messages name them."""
 
     seed: int = at_least(0, 0)
-    """Seed of all random choices: initialization, data order and generated data."""
+    """Seed of all random choices of a run, such as initialization and data order. Generated data does not depend on
+    it."""
     steps: int = at_least(0, 0)
     """Stop after this number of steps; 0 runs all steps."""
     profile: int = at_least(0, 0)

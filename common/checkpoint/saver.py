@@ -74,6 +74,9 @@ class Saver:
         if loaded is not None:
             state.load(loaded)
             self.progress.resume_after(loaded.step, loaded.common)
+            best = self.cfg.checkpoint.best
+            if loaded.common.get("best_of", best) != best:
+                self.progress.best_score = None  # of another score
         self.vote.start_votes_after(loaded.step if loaded else 0)
         self.restart_watchdogs()
         return loaded
@@ -197,6 +200,7 @@ class Saver:
 
         state.common["rows"] = writer.written
         state.common |= self.progress.to_checkpoint()
+        state.common["best_of"] = self.cfg.checkpoint.best
         state.common["wandb"] = read_json(self.folder.path / "wandb" / "id.json").get("id")
         return self.checkpointer.save(step, state, best=best)
 
@@ -214,9 +218,11 @@ class Saver:
             is_better = score > previous if self.cfg.checkpoint.best == "test_accuracy" else score < previous
             if not is_better:
                 return
-        # If the save fails, an elastic run repeats the evaluation and compares its score again.
+        # If ranks are lost, an elastic run repeats the evaluation and compares its score again.
         with self.progress.improve_best_score(score):
-            self.save(step, best=True)
+            is_saved = self.save(step, best=True)
+        if not is_saved:
+            self.progress.best_score = previous
 
     def save_final_model(self, step: int) -> None:
         """Save the trained model after the last step.

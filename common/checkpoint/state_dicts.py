@@ -7,6 +7,7 @@ sharded ranks or by a single rank can therefore be loaded in any of these layout
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
@@ -155,6 +156,21 @@ def load_optimizer_state(
                 content["state"][index] = {key: clone_optimizer_value(value, parameter) for key, value in state.items()}
             index += 1
     optimizer.load_state_dict(content)
+    restore_state_dtypes(optimizer, content["state"])
+
+
+def restore_state_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, Any]]) -> None:
+    """Restore the data types of the saved state, by number of the parameter.
+
+    `Optimizer.load_state_dict` converts all tensors except `step` to the data type of the parameter.
+    """
+    parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, parameter in enumerate(parameters):
+        state = optimizer.state[parameter] if index in saved else {}
+        for key, value in state.items():
+            original = saved[index].get(key)
+            if isinstance(value, Tensor) and isinstance(original, Tensor) and value.dtype != original.dtype:
+                state[key] = original.to(value.device, copy=True)
 
 
 def clone_optimizer_value(value: Any, parameter: Tensor) -> Any:

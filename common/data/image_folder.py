@@ -76,7 +76,11 @@ def write_folder_as_arrays(
     if broken and unreadable == "refuse":
         raise UserError(f"cannot read {summarize_files(broken)}; repair or remove them, or set data.unreadable=skip")
     non_images = [f"train/{name}" for name in train_non_images] + [f"val/{name}" for name in val_non_images]
-    return record_skipped_files(folder, {"cannot be read": broken, "no image extension": non_images})
+    reasons = {"cannot be read": broken, "not in the folder of a class": [], "no image extension": []}
+    for path in non_images:
+        is_in_class = path.count("/") > 1
+        reasons["no image extension" if is_in_class else "not in the folder of a class"].append(path)
+    return record_skipped_files(folder, reasons)
 
 
 def write_dataset_part(
@@ -122,7 +126,7 @@ def record_skipped_files(folder: Path, reasons: dict[str, list[str]]) -> str:
 
 
 def list_samples(folder: Path) -> tuple[list[str], list[LabelledFile], list[str]]:
-    """Return the classes, the samples, and the files without an image extension.
+    """Return the classes, the samples, and the other files, which have no image extension or are in no class folder.
 
     The classes are the sorted names of the subfolders of `folder`. Raises UserError if there are fewer than two
     classes, or if a class has no image.
@@ -187,6 +191,9 @@ def decode_images(folder: Path, samples: list[LabelledFile], side: int) -> Itera
         try:
             if not path.is_file():  # a broken link, or a pipe, which would block when opened
                 raise OSError("not a regular file")
+            with Image.open(path) as image:
+                if image.mode == "F" or image.mode.startswith("I"):  # the conversion to RGB would clip the values
+                    raise ValueError(f"pixels of the type {image.mode} have more than 8 bits; convert the image")
             return transform(default_loader(path)).contiguous().numpy(), ""
         except MemoryError:
             raise

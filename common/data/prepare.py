@@ -43,7 +43,7 @@ PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 DATA_SEED = 0  # seed of all generated data sets; independent of the setting `seed`
 # Increase a version number whenever a code change alters the arrays that the same settings and files produce.
 DIGITS_VERSION = 1
-FOLDER_VERSION = 2
+FOLDER_VERSION = 3
 READ_TIMEOUT = 24 * 3600.0  # maximum time in seconds for reading an image folder or a custom data set
 
 

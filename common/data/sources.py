@@ -13,7 +13,9 @@ import hashlib
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from common.runs.folder import convert_disk_errors
-from common.system import foreign_text, network, seeds
+from common.system import foreign_text, host_memory, network, seeds
 from common.system.causes import PEER_CAUSES, Cause
 from common.system.errors import UserError
 from common.system.processes import kill_with_parent
@@ -52,8 +54,15 @@ EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent
 def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
     """Generate images [count, 3, side, side] with random pixels and random labels, for measuring step times.
 
-    The test part has count // 5 samples, but at least one.
+    The test part has count // 5 samples, but at least one. Raises UserError if the memory is too small.
     """
+    needed = 1.2 * count * 3 * side * side
+    available, _ = host_memory.measure_available_memory()
+    if needed > available:
+        raise UserError(
+            f"{count} images of {side} x {side} pixels need {needed / 1e6:,.0f} MB, but {available / 1e6:,.0f} MB of "
+            "memory are available; lower data.samples or data.image_size"
+        )
 
     def generate_part(part: str, size: int) -> tuple[np.ndarray, np.ndarray]:
         rng = seeds.make_generator(seed, "generated", part)
@@ -95,6 +104,8 @@ def download_dataset(name: str, root: Path, timeout: float) -> None:
 def hold_folder_lock(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder, so that concurrent runs download or prepare a data set only once."""
     with convert_disk_errors(folder):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"{folder} is a file; choose another folder")
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
     with os.fdopen(handle):
@@ -262,6 +273,9 @@ def call_in_subprocess(
         except BaseException as error:  # noqa: BLE001 (the parent reports the error)
             text = f"{function.__name__} failed: {type(error).__name__}: {error}"
             sender.send(("error", (text, classify_data_error(error))))
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(0)
 
     process = context.Process(target=call_and_send_result)
@@ -278,6 +292,10 @@ def call_in_subprocess(
                 show(*content)
         process.join(EXIT_TIMEOUT)
     except EOFError:
+        process.join(EXIT_TIMEOUT)
+        if process.exitcode == -signal.SIGKILL:
+            problem = f"{function.__name__} was killed; the machine may have run out of memory; use less data"
+            raise UserError(problem, cause=Cause.OUT_OF_MEMORY) from None
         raise UserError(f"{function.__name__} exited without returning a result") from None
     finally:
         process.kill()

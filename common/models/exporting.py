@@ -5,6 +5,7 @@ The functions in WRITERS also run the exported file and return its outputs, so t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.system.errors import UserError
+from common.system.errors import UserError, summarize_error
 
 PROCESS_TIMEOUT = 300  # in seconds; importing torch from a slow disk takes a long time
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -32,6 +33,22 @@ with torch.no_grad():
 imported = {{name.partition(".")[0] for name in sys.modules}}.intersection({PROJECT_PACKAGES})
 sys.exit(f"the exported program imports {{sorted(imported)}}" if imported else 0)
 """
+
+
+def compute_outputs(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs and the outputs of a model for these inputs.
+
+    The inputs are x [n, ...], or zeros if the model does not accept x. For example, a custom network may use floats as
+    indices. Raises UserError if the model does not accept zeros.
+    """
+    with torch.no_grad(), contextlib.suppress(Exception):
+        return x, model(x)
+    try:
+        with torch.no_grad():
+            return torch.zeros_like(x), model(torch.zeros_like(x))
+    except Exception as error:  # noqa: BLE001 (custom networks raise any type of error)
+        problem = f"the model accepts neither random inputs nor zeros of shape {list(x.shape)}"
+        raise UserError(f"{problem}: {summarize_error(error)}; use FORMAT=safetensors") from None
 
 
 def draw_inputs(facts: Mapping[str, Any], count: int) -> Tensor:

@@ -31,6 +31,7 @@ from slurm.reports import selection
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from common.data.prepare import PreparedDataset
     from common.data.samples import Images
     from common.training.evaluate import Predict
 
@@ -89,6 +90,7 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
             f"the model takes inputs of shape {facts['shape']}, but {data.name} has shape {list(test_set.shape)}; "
             "use the data that the model was trained on, or other data of this shape"
         )
+    check_classes(data, test_set, facts.get("class_names"))
 
     run_device = facts.get("device") or find_run_device(folder)
     device = torch.device(run_device if torch.cuda.is_available() else "cpu")
@@ -111,6 +113,24 @@ def evaluate_model(folder: RunFolder, arguments: list[str]) -> int:
     if scores["test_samples"] != expected.get("test_samples"):
         expected = {}
     return print_score_comparison(scores, expected, tolerance)
+
+
+def check_classes(data: PreparedDataset, test_set: Images, class_names: list[str] | None) -> None:
+    """Raise UserError if the classes of a data set are not those of a model. Without class names, nothing is checked.
+
+    A model for classes has an output for each name in `class_names`. Labels are positions in the list of names.
+    """
+    from common.data import preprocessing
+
+    if class_names is None:
+        return
+    remedy = "use data with the classes of the model"
+    if not test_set.has_labels:
+        raise UserError(f"the model predicts classes, but the targets of {data.name} are not class labels; {remedy}")
+    names = preprocessing.list_class_names(data, test_set.outputs)
+    if names != class_names[: len(names)]:
+        model = ", ".join(class_names)
+        raise UserError(f"the model has the classes {model}, but {data.name} has {', '.join(names)}; {remedy}")
 
 
 def compute_test_scores(
@@ -261,14 +281,9 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
     output. Raises UserError if the model cannot be exported or the difference is too large. Error messages contain
     `path`, the path to which the caller renames `draft`.
     """
-    import torch
-
     from common.models import exporting, zero_channels
 
-    x = exporting.draw_inputs(facts, EXPORT_SAMPLES)
-    with torch.no_grad():
-        expected = model(x)
-
+    x, expected = exporting.compute_outputs(model, exporting.draw_inputs(facts, EXPORT_SAMPLES))
     smaller = zero_channels.remove_zero_channels(model, x)
     removed = zero_channels.count_parameters(model) - zero_channels.count_parameters(smaller)
     if removed:

@@ -21,7 +21,7 @@ from common.runs.folder import RunFolder, read_json, write_json
 from slurm.reports import trained_model
 from tests.harness.commands import execution, in_process_calls
 from tests.harness.commands.exit_status import Completed
-from tests.harness.commands.processes import make_environment, run_experiment
+from tests.harness.commands.processes import Settings, make_environment, run_experiment
 from tests.harness.environment.randomness import draw_cases
 from tests.harness.environment.read_only import mount_read_only
 from tests.harness.environment.shared_results import GetRun
@@ -94,6 +94,34 @@ def test_the_model_file_is_read_without_the_project(entry: Entry, finished: GetR
         assert total == pytest.approx(float(tensor.double().sum()), rel=1e-4, abs=1e-4)
     for name, tensor in load_file(folder.path / "model.safetensors").items():
         assert torch.equal(tensor, checkpoint[name])
+
+
+OTHER_CLASSES = """import numpy as np
+
+
+def load(root):
+    images = np.zeros((22, 28, 28), np.uint8)
+    labels = np.arange(22) % 11
+    return images, labels, images, labels
+"""
+
+
+def test_data_with_other_classes_than_the_model_is_refused(finished: GetRun, tmp_path: Path) -> None:
+    file = tmp_path / "eleven.py"
+    file.write_text(OTHER_CLASSES)
+    arguments = f"--args=data.name={file}:load data.cache={tmp_path}"
+    completed = evaluate(finished(REPLICATED_ENTRY).folder, arguments, status=2)
+    assert "the model has the classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, but" in completed.stderr, completed.stderr
+    assert "has 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10; use data with the classes of the model" in completed.stderr
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_of_another_score_is_chosen_anew(digits: Settings, tmp_path: Path) -> None:
+    """The accuracies of the resumed run are not compared with the losses of the first attempt."""
+    small = (*digits, "data.train_limit=200", "steps=0", "checkpoint.every_steps=5")
+    first = run_experiment(REPLICATED_ENTRY.name, *small, "epochs=1", "checkpoint.best=test_loss", runs=tmp_path)
+    resumed = resume_run(REPLICATED_ENTRY, first.folder, "epochs=2", "checkpoint.best=test_accuracy")
+    assert "best" in {path.name for path in (first.folder.path / "attempts/0002/checkpoints").iterdir()}, resumed.stdout
 
 
 def test_a_changed_model_gives_different_scores(finished_copy: RunFolder) -> None:

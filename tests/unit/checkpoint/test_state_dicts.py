@@ -65,6 +65,17 @@ def test_a_resumed_optimizer_computes_the_same_bits(run: RunWithCheckpoints, nam
         assert tensor.isfinite().all(), key
 
 
+def test_the_data_types_of_the_optimizer_state_are_restored() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    saved = {"weight": {"master": torch.full((3,), 1 / 3, dtype=torch.float64), "count": torch.tensor(2**40)}}
+    state_dicts.load_optimizer_state(optimizer, [("weight", parameter)], saved)
+    state = optimizer.state[parameter]
+    for key, value in saved["weight"].items():
+        assert state[key].dtype == value.dtype
+        assert torch.equal(state[key], value)
+
+
 def test_a_pipeline_stage_loads_its_part_of_the_model() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = build_optimizer(model.parameters(), Optim())

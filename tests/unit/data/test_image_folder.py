@@ -106,6 +106,20 @@ def test_the_order_of_samples_does_not_depend_on_the_cache(five_grays: Path) -> 
     assert prepare_dataset(settings).sha256 == prepare_dataset(other_settings).sha256
 
 
+def test_images_with_more_than_8_bits_are_refused(red_and_blue: Path) -> None:
+    """The conversion to 8 bits would clip the values."""
+    pixels = np.full((12, 20), 40_000, np.uint16)
+    Image.fromarray(pixels).save(red_and_blue / "train" / "red" / "deep.png")
+    with pytest.raises(UserError, match=r"train/red/deep.png .*more than 8 bits; convert the image"):
+        prepare_dataset(make_settings(red_and_blue))
+
+
+def test_an_image_outside_the_folders_of_the_classes_is_skipped(red_and_blue: Path) -> None:
+    write_image(red_and_blue / "train" / "stray.png", "red")
+    prepared = prepare_dataset(make_settings(red_and_blue))
+    assert prepared.notice == "skipped (not in the folder of a class): 1 file: train/stray.png"
+
+
 # ---- links
 
 
