@@ -116,7 +116,7 @@ def test_data_with_other_classes_than_the_model_is_refused(finished: GetRun, tmp
 
 
 @pytest.mark.slow
-def test_the_best_checkpoint_of_another_score_is_chosen_anew(digits: Settings, tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_another_score_is_chosen_again(digits: Settings, tmp_path: Path) -> None:
     """The accuracies of the resumed run are not compared with the losses of the first attempt."""
     small = (*digits, "data.train_limit=200", "steps=0", "checkpoint.every_steps=5")
     first = run_experiment(REPLICATED_ENTRY.name, *small, "epochs=1", "checkpoint.best=test_loss", runs=tmp_path)
