@@ -58,7 +58,7 @@ class RunFacts:
         return self.status.state != "FINISHED" or bool(self.result.reason)
 
     def find_number(self, name: str) -> float | None:
-        """Return a number from the run's result or, if missing, from the newest evaluation.
+        """Return a number from the run's result or, if missing, the newest finite value of the evaluations.
 
         Returns None if neither contains the number as a finite value.
         """
@@ -175,8 +175,8 @@ class RunGroup:
 
 
 def find_last_number(curve: metric_curves.Curve | None) -> float | None:
-    """Return the last value of a curve, or None if missing or not finite."""
-    return results.to_finite_number(float(curve.value[-1])) if curve is not None else None
+    """Return the newest finite value of a curve, or None if the curve is missing or has no finite value."""
+    return None if curve is None else curve.newest_value
 
 
 def find_duration(curves: metric_curves.RunCurves) -> float | None:

@@ -55,8 +55,8 @@ def make_curves(source: np.random.Generator, steps: int) -> tuple[RunCurves, flo
     accuracy = 1 - np.exp(-points[:, 0] / steps)
     first = accuracy[:1]
     metrics = {
-        "test_accuracy": Curve(points, accuracy, accuracy, accuracy),
-        "once": Curve(points[:1], first, first, first),
+        "test_accuracy": Curve(points, accuracy, accuracy, accuracy, accuracy[-1]),
+        "once": Curve(points[:1], first, first, first, first[-1]),
     }
     step_curves = metric_curves.compute_speed_curves(table[:, [0, 1, 2, 4]])
     step_curves["loss"] = metric_curves.average_row_groups(table[:, :3], loss, np.ones(steps))

@@ -28,6 +28,8 @@ class Curve:
     value: Numbers
     low: Numbers
     high: Numbers
+    newest_value: float | None
+    """Newest finite value that the run logged, or None. The last point of a long curve is a mean of several values."""
 
     def __len__(self) -> int:
         return len(self.value)
@@ -138,7 +140,13 @@ def average_row_groups(positions: Numbers, numerators: Numbers, denominators: Nu
     means = np.add.reduceat(numerators, first_rows) / np.add.reduceat(denominators, first_rows)
     minima = np.minimum.reduceat(ratios, first_rows)
     maxima = np.maximum.reduceat(ratios, first_rows)
-    return Curve(positions[last_rows], means, minima, maxima)
+    return Curve(positions[last_rows], means, minima, maxima, find_newest_value(ratios))
+
+
+def find_newest_value(values: Numbers) -> float | None:
+    """Return the last finite value, or None if no value is finite."""
+    finite_values = values[np.isfinite(values)]
+    return float(finite_values[-1]) if len(finite_values) else None
 
 
 def compute_speed_curves(table: Numbers) -> dict[str, Curve]:
@@ -183,7 +191,9 @@ def average_curves(curves: Sequence[Curve]) -> Curve:
         positions = [interpolate(steps, curve, curve.positions[:, axis]) for curve in curves]
         axes.append(np.ma.masked_invalid(positions).mean(axis=0).filled(np.nan))
     mean, low, high = (statistic.filled(np.nan) for statistic in (values.mean(0), values.min(0), values.max(0)))
-    return Curve(np.column_stack(axes), mean, low, high)
+    newest_values = [curve.newest_value for curve in curves if curve.newest_value is not None]
+    newest_mean = float(np.mean(newest_values)) if newest_values else None
+    return Curve(np.column_stack(axes), mean, low, high, newest_mean)
 
 
 def interpolate(steps: Numbers, curve: Curve, values: Numbers) -> Numbers:

@@ -16,7 +16,7 @@ def make_curve(steps: int, value: float) -> Curve:
     """Return a curve with the same value at each step."""
     axis = np.arange(1.0, steps + 1)
     values = np.full(steps, value)
-    return Curve(np.column_stack([axis, axis, axis]), values, values, values)
+    return Curve(np.column_stack([axis, axis, axis]), values, values, values, value)
 
 
 def make_run(steps: int, state: str = "finished", **metrics: float) -> ComparedRun:

@@ -66,6 +66,7 @@ def test_runs_are_averaged_at_each_step() -> None:
     assert mean.value.tolist() == [3, 3, 1]
     assert mean.low.tolist() == [2, 2, 1]
     assert mean.high.tolist() == [4, 4, 1]
+    assert mean.newest_value == 2.5
     assert mean.positions == pytest.approx(runs[0].steps["loss"].positions)
 
 
@@ -94,6 +95,16 @@ def test_the_curves_of_a_long_run_are_thinned_and_keep_peaks() -> None:
     assert (loss.value * steps_per_point).sum() == pytest.approx(losses.sum())
     assert max(loss.high) == 50
     assert min(loss.low) == 1
+
+
+def test_the_newest_value_of_a_long_run_is_not_a_mean() -> None:
+    losses: list[float | None] = list(np.linspace(2, 1, 10_007))
+    curve = metric_curves.read_curves(make_rows(losses)).steps["loss"]
+    assert curve.newest_value == 1
+    assert curve.value[-1] > 1
+    losses[-1] = None
+    assert metric_curves.read_curves(make_rows(losses)).steps["loss"].newest_value == losses[-2]
+    assert metric_curves.read_curves(make_rows([None])).steps["loss"].newest_value is None
 
 
 def test_evaluations_do_not_reduce_the_speed() -> None:
