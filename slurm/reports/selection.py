@@ -102,8 +102,20 @@ def list_all_runs(root: Path) -> list[RunFolder]:
     """Return all run folders in `root`, oldest first."""
     folder = root.absolute()
     names = [name for name in list_entries(folder) if os.path.exists(f"{folder}/{name}/config.yaml")]
-    names.sort(key=lambda name: name.rsplit("-", 3)[1:])  # folder names contain the creation time
+    names.sort(key=get_creation_key)
     return [RunFolder(folder / name) for name in names]
+
+
+def get_creation_key(name: str) -> list[str]:
+    """Return the parts of a run folder's name that order runs by their creation time: date, time and id."""
+    return name.rsplit("-", 3)[1:]
+
+
+def select_newest_runs(folders: list[RunFolder], count: int) -> list[RunFolder]:
+    """Return the `count` newest runs in the given order."""
+    by_creation = sorted(folders, key=lambda folder: get_creation_key(folder.path.name))
+    newest_paths = {folder.path for folder in by_creation[-count:]}
+    return [folder for folder in folders if folder.path in newest_paths]
 
 
 def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT) -> list[RunFolder]:
@@ -127,7 +139,7 @@ def select_runs(criteria: RunFilter, root: Path, newest: int = DEFAULT_RUN_COUNT
     folders = filter_runs(folders, criteria.conditions)
 
     if criteria.last:
-        return folders[-parse_count("LAST", criteria.last) :]
+        return select_newest_runs(folders, parse_count("LAST", criteria.last))
     is_limited = criteria.runs or criteria.sweep or criteria.conditions
     return folders if is_limited else folders[-newest:]  # folders[-0:] contains all runs
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from slurm.reports.selection import RunFilter, select_runs
 from tests.harness.commands import in_process_calls
 from tests.harness.runs.synthetic_runs import SyntheticRun
 from tests.harness.slurm.fake_slurm import FakeSlurm, call_slurm
@@ -34,3 +36,15 @@ def test_a_run_folder_without_config_is_reported(fake: FakeSlurm, runs: Path) ->
     assert complete.path.name in process.stdout
     assert broken.path.name not in process.stdout
     assert process.stderr == f"not listed because config.yaml is missing: {broken.path.name}\n"
+
+
+def test_last_selects_the_newest_of_the_named_runs_in_the_given_order(runs: Path) -> None:
+    folders = [SyntheticRun(number=number, steps=4).write(runs) for number in range(3)]
+    criteria = RunFilter(runs="0002 0000 0001", last="2")
+    assert [folder.path.name[-4:] for folder in select_runs(criteria, runs)] == ["0002", "0001"]
+
+    (runs / "sweeps" / "grid").mkdir(parents=True)
+    cells = [{"values": {}, "run": folders[number].path.name} for number in (2, 1, 0)]
+    (runs / "sweeps" / "grid" / "sweep.json").write_text(json.dumps({"cells": cells}))
+    selected = select_runs(RunFilter(sweep="grid", last="1"), runs)
+    assert [folder.path.name[-4:] for folder in selected] == ["0002"]
