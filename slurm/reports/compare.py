@@ -17,7 +17,6 @@ from pathlib import Path
 from common.runs.compare import compare_page as pages
 from common.runs.compare import setting_labels
 from common.runs.compare.compare_table import Column, choose_columns, get_terminal_width, join_columns
-from common.runs.compare.metric_curves import RunCurves
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import selection
@@ -129,7 +128,7 @@ def hide_measurement_curves(groups: list[RunGroup]) -> list[str]:
     if len(measuring) == len(runs):
         return []
     for run in measuring:
-        run.curves = RunCurves()
+        run.hide_curves()
     return sorted({run.folder.experiment for run in measuring})
 
 

@@ -99,6 +99,12 @@ class RunFacts:
             columns[name] = self.find_number(name)
         return columns
 
+    def hide_curves(self) -> None:
+        """Remove the curves. The row of the table keeps the values that were read from the curves."""
+        table_row = self.table_row
+        self.curves = metric_curves.RunCurves()
+        self.table_row = table_row
+
 
 @dataclasses.dataclass
 class RunGroup:
