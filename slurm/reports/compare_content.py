@@ -55,6 +55,7 @@ def make_compared_run(group: RunGroup, names: list[str], page_folder: Path) -> C
         links,
         images,
         len(group.runs),
+        group.end_symbol,
     )
 
 

@@ -152,6 +152,14 @@ class RunGroup:
         return ", ".join(f"{count} {state}" for state, count in counts.items())
 
     @property
+    def end_symbol(self) -> str:
+        """Symbol at the end of the curves: `circle` if a run may be active, `cross` if a run failed, or empty."""
+        if not all(run.status.has_ended for run in self.runs):
+            return "circle"
+        is_finished = all(run.status.state == "FINISHED" for run in self.runs)
+        return "" if is_finished else "cross"
+
+    @property
     def curves(self) -> metric_curves.RunCurves:
         """Curves of the run, or their mean and range over the runs."""
         if len(self.runs) == 1:

@@ -43,6 +43,7 @@ LINES = "return [...document.querySelectorAll('.chart')].map(c => c.querySelecto
 
 
 STATES = ("finished", "finished", "failed", "running")
+END_SYMBOLS = {"finished": "", "failed": "cross", "running": "circle"}
 
 
 def make_curves(source: np.random.Generator, steps: int) -> tuple[RunCurves, float]:
@@ -89,6 +90,7 @@ def make_run(source: np.random.Generator, number: int, steps: int) -> ComparedRu
         {"model.depth": depth, "optim.lr": rate, "batch": "64"},
         detail="the loss is nan in step 12" if state == "failed" else "",
         links={"folder": f"{number}", "settings": f"{number}", "log 0": f"{number}"},
+        end_symbol=END_SYMBOLS[state],
     )
 
 

@@ -82,6 +82,8 @@ class ComparedRun:
     images: Sequence[LoggedImage] = ()
     run_count: int = 1
     """Number of runs that share the row and the curves."""
+    end_symbol: str = ""
+    """Symbol at the end of the curves: `circle` (active), `cross` (did not finish), or empty (finished)."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ def render_page(
     for drawn_run in drawn_runs:
         run = drawn_run.run
         name = f"{run.experiment} {run.label}" if len(groups) > 1 else run.label
-        drawn_data.append({"name": name, "key": run.key, "state": run.state} | vars(drawn_run.style))
+        content = {"name": name, "key": run.key, "state": run.state, "end_symbol": run.end_symbol}
+        drawn_data.append(content | vars(drawn_run.style))
     charts = [chart for group in chart_groups.values() for chart in group]
     data = {"runs": drawn_data, "charts": charts, "positions": encoder.positions, "reload": reload_seconds}
 

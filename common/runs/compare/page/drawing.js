@@ -5,7 +5,7 @@ const MARKER_GAP = 70; // pixels between two markers of a curve
 const SMALL_CIRCLE = "M-2.6 0a2.6 2.6 0 1 0 5.2 0a2.6 2.6 0 1 0 -5.2 0Z";
 const LARGE_CIRCLE = "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0Z";
 const CROSS = "M-4 -4L4 4M-4 4L4 -4";
-const END_SYMBOLS = {finished: "", running: LARGE_CIRCLE, pending: LARGE_CIRCLE}; // CROSS for any other state
+const END_SYMBOLS = {"": "", circle: LARGE_CIRCLE, cross: CROSS};
 const isOnAxes = (x, y, isLog) => y !== null && !(view.logX && x <= 0) && !(isLog && y <= 0);
 
 function tracePath(xs, ys, {scaleX, scaleY, isLog}, firstCommand = "M") {
@@ -44,7 +44,7 @@ function drawMarkers(curve, chart) { // on every point of a short curve, otherwi
   return parts.join("");
 }
 function drawEnd(curve, chart) { // a cross if the run did not finish, a circle if it is active
-  const path = END_SYMBOLS[runs[curve.run].state] ?? CROSS;
+  const path = END_SYMBOLS[runs[curve.run].end_symbol];
   const i = curve.line.findLastIndex((y, i) => isOnAxes(curve.x[i], y, chart.isLog));
   return path && i >= 0 ? drawSymbol("end", path, chart.scaleX(curve.x[i]), chart.scaleY(curve.line[i])) : "";
 }

@@ -1,8 +1,10 @@
-"""Values of compared runs: the newest values, and hidden curves."""
+"""Values of compared runs: the newest values, hidden curves, and the symbol at the end of a curve."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from common.runs.compare.metric_curves import MAX_POINTS
 from slurm.reports.compare import hide_measurement_curves
@@ -32,3 +34,22 @@ def test_a_run_whose_curves_are_hidden_keeps_its_duration(tmp_path: Path) -> Non
     (measured_run,) = groups[0].runs
     assert not measured_run.curves.steps
     assert measured_run.table_row["duration"] > 0
+
+
+END_SYMBOLS = {
+    "finished finished": "",
+    "finished failed": "cross",
+    "finished lost": "cross",
+    "finished running": "circle",
+    "failed running": "circle",
+}
+
+
+@pytest.mark.parametrize("states, symbol", END_SYMBOLS.items())
+def test_the_end_symbol_of_a_group_depends_on_all_states(tmp_path: Path, states: str, symbol: str) -> None:
+    folders = []
+    for number, state in enumerate(states.split()):
+        run = SyntheticRun("mnist_pipeline", number, 4, state=state, settings={"seed": str(number)})
+        folders.append(run.write(tmp_path))
+    (group,) = read_groups(folders, by_seed=True)
+    assert group.end_symbol == symbol
