@@ -94,9 +94,14 @@ class ResultTable:
         self.write_csv()
 
     def write_csv(self) -> None:
+        """Write the table. A result with the name of a setting, such as `sparsity`, is named `result.sparsity`."""
+        setting_names = set[str]().union(*(row["cell"] for row in self.rows))
         lines: list[dict[str, Any]] = []
         for row in self.rows:
-            values = row["cell"] | row
+            values = dict(row["cell"])
+            for name, value in row.items():
+                column = f"result.{name}" if name in setting_names else name
+                values[column] = value
             lines.append({name: value for name, value in values.items() if isinstance(value, str | int | float)})
         text = io.StringIO()
         table = csv.DictWriter(text, list(dict.fromkeys(itertools.chain.from_iterable(lines))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shlex
@@ -14,7 +15,11 @@ import pytest
 
 from common.runs.folder import RunFolder, read_json
 from common.system.errors import UserError
+from configs.sparse_prune import Config
 from slurm.launch import experiment_sweep, sweep
+from slurm.launch.sweep_file import SweepPlan, SweepPoint
+from slurm.launch.sweep_folder import SweepFolder
+from tests.harness.runs.synthetic_runs import SyntheticRun
 
 NAME = "resnet_dataparallel"
 SETTINGS = ["repeats=1", "data.name=digits", "sweep=true"]
@@ -85,6 +90,22 @@ def test_a_refused_run_ends_the_sweep_with_its_error(tmp_path: Path, sweep_runs:
         sweep_runs("echo 'error: no GPU is visible' >$RUN/screen.log; exit 2")
     assert not list((tmp_path / "sweeps").iterdir())
     assert not list(tmp_path.glob(f"{NAME}-*"))
+
+
+def test_a_result_does_not_replace_the_setting_of_the_same_name(tmp_path: Path) -> None:
+    points = [SweepPoint({"criterion": "none"}, 0, Config()), SweepPoint({"sparsity": 0.9}, 0, Config())]
+    sweep_path = tmp_path / "sweeps" / "levels"
+    sweep_path.mkdir(parents=True)
+    plan = SweepPlan("levels", "sparse_prune", {}, points, parallel=1)
+    table = experiment_sweep.ResultTable(SweepFolder(sweep_path, plan))
+    for number, point in enumerate(points):
+        run = SyntheticRun("sparse_prune", number, 4, result={"measured": {"sparsity": 0.25 * number}})
+        table.add_run(point, run.write(tmp_path), 0)
+    with open(sweep_path / "table.csv") as file:
+        dense, sparse = csv.DictReader(file)
+    assert (dense["sparsity"], dense["result.sparsity"]) == ("", "0.0")
+    assert (sparse["sparsity"], sparse["result.sparsity"]) == ("0.9", "0.25")
+    assert sparse["test_accuracy"] == "0.96"
 
 
 NO_SWEEP = "with srun, torchrun, RESUME, or --resume"
