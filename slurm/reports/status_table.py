@@ -217,7 +217,7 @@ def main(args: argparse.Namespace) -> int:
     if follow:
         return follow_runs(lambda: [folder])
     seconds = args.wait or "0"
-    if not seconds.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", seconds):
         raise UserError(f"WAIT must be a whole number of seconds (got {args.wait!r})")
     status = print_run(folder, float(seconds), as_json)
     # Scripts need the exit status. Without WAIT or JSON, a nonzero status only makes `make` print a useless `Error 1`.

@@ -67,6 +67,13 @@ def test_waiting_requires_a_run(tmp_path: Path) -> None:
     assert "error: WAIT requires RUN=<id>" in process.stderr
 
 
+@pytest.mark.parametrize("seconds", ["abc", "²", "-1", "1.5"])
+def test_an_invalid_time_to_wait_is_refused(tmp_path: Path, seconds: str) -> None:
+    run = str(SyntheticRun(steps=10).write(tmp_path).path)
+    process = in_process_calls.call_verb("status", f"--wait={seconds}", "--", run, status=2)
+    assert process.stderr == f"error: WAIT must be a whole number of seconds (got {seconds!r})\n"
+
+
 @pytest.mark.parametrize("state, exit_status", [("failed", 1), ("lost", 1), ("finished", 0)])
 def test_a_failed_run_changes_the_exit_status_only_for_scripts(tmp_path: Path, state: str, exit_status: int) -> None:
     run = str(SyntheticRun(state=state).write(tmp_path).path)
