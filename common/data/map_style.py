@@ -18,6 +18,7 @@ from common.config.custom_function import convert_errors_of_user_file, load_func
 from common.data import own_data, sources
 from common.data.prepare import PreparedDataset
 from common.data.samples import Images
+from common.runs.folder import read_json
 from common.system.errors import UserError
 from common.system.seeds import derive_seed
 
@@ -40,11 +41,11 @@ def read_sample(dataset: Any, index: int, seed: int) -> tuple[Tensor, Tensor]:
     return x.float(), y.float() if y.is_floating_point() else y.long()
 
 
-def describe_datasets(datasets: Sequence[Any], function: str, root: Path) -> dict[str, Any]:
+def describe_datasets(datasets: Sequence[Any], function: str) -> dict[str, Any]:
     """Check the first samples of two map-style data sets, and return a description as values for JSON.
 
-    `function` is the name of the function that returned the data sets for the folder `root`. Raises TypeError or
-    ValueError if the data sets are unsuitable for training.
+    `function` is the name of the function that returned the data sets. Raises TypeError or ValueError if the data sets
+    are unsuitable for training.
     """
     examples = {}
     for part, dataset in zip(("train", "test"), datasets, strict=True):
@@ -64,7 +65,6 @@ def describe_datasets(datasets: Sequence[Any], function: str, root: Path) -> dic
             raise ValueError("the targets are integers: set `classes` of the train data set to the list of class names")
     return {
         "function": function,
-        "root": str(root.resolve()),
         "train": len(datasets[0]),
         "test": len(datasets[1]),
         "shape": list(x.shape),
@@ -117,7 +117,8 @@ class MapSamples(Images):
         function = load_function("data.name", self.value, own_data.SET_NAMES)
         self.displayed_file = Path(prepared.name.rpartition(":")[0])
         with convert_errors_of_user_file("data.name", self.value, function, own_data.USAGE, self.displayed_file):
-            self.dataset = function(Path(facts["root"]))[part == "test"]
+            root = read_json(prepared.path / sources.ROOT_FILE).get("root") or facts["root"]  # as in older descriptions
+            self.dataset = function(Path(root))[part == "test"]
             count = len(self.dataset)
         if count != facts[part]:
             problem = f"the {part} data set has {count} samples, but had {facts[part]} when it was prepared"

@@ -57,9 +57,9 @@ def write_custom_data(function_name: str, root: Path, files: Sequence[Path]) -> 
 
     `function_name` is `FILE.py:function`. The function is called with `root` (data.root). The arrays are written in the
     order of ARRAY_NAMES. If the function returns map-style data sets, only their description is written. The user's
-    file and the statistics of uint8 inputs are stored in the same folder. Returns an empty string, because a custom
-    data set has no notice for the user. Raises UserError, with file and line, if the function fails or if the data is
-    unsuitable for training.
+    file, `root` and the statistics of uint8 inputs are stored in the same folder. Returns an empty string, because a
+    custom data set has no notice for the user. Raises UserError, with file and line, if the function fails or if the
+    data is unsuitable for training.
     """
     folder = files[0].parent
     function = load_function("data.name", function_name, SET_NAMES)
@@ -67,7 +67,7 @@ def write_custom_data(function_name: str, root: Path, files: Sequence[Path]) -> 
         data = function(root)
         if isinstance(data, tuple | list) and len(data) == 2:
             describe_datasets = import_object("common.data.map_style:describe_datasets")
-            description = describe_datasets(data, function_name.rpartition(":")[2], root)
+            description = describe_datasets(data, function_name.rpartition(":")[2])
             contents = {
                 folder / f"{sources.DESCRIPTION}.npy": np.frombuffer(json.dumps(description).encode(), np.uint8)
             }
@@ -77,6 +77,7 @@ def write_custom_data(function_name: str, root: Path, files: Sequence[Path]) -> 
         for file, array in contents.items():
             np.save(file, np.ascontiguousarray(array))
         shutil.copyfile(function_name.rpartition(":")[0], folder / sources.SOURCE_FILE)
+        (folder / sources.ROOT_FILE).write_text(json.dumps({"root": str(root.resolve())}) + "\n")
         inputs = contents.get(files[0])
         if inputs is not None and inputs.dtype == np.uint8:
             mean, std = compute_pixel_statistics(inputs)

@@ -43,6 +43,7 @@ CLASSES_FILE = "classes.json"  # contains the names of the classes, in the order
 STATISTICS_FILE = "statistics.json"  # mean and standard deviation of the training pixels, per channel for color images
 TEXT_FILE = "text.json"  # facts about a text: vocabulary, checksum, and losses of n-gram models
 DESCRIPTION = "description"  # array with the JSON text that describes map-style data sets, which have no other arrays
+ROOT_FILE = "root.json"  # folder of map-style data sets, which does not belong to their checksum
 SOURCE_FILE = "source.py"  # copy of the user's file of a custom data set, stored next to the arrays
 RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the source folder of a run
 TOKENIZER_FILE = "tokenizer.json"  # copy of the tokenizer of a text, stored next to the arrays

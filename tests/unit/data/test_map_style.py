@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,42 @@ def test_a_sample_is_read_when_it_is_needed(train_set: Images) -> None:
     rows = torch.tensor([6, 4])
     assert torch.equal(train_set.load_inputs(rows, torch.device("cpu"), torch.float32), inputs[[2, 0]])
     assert train_set.load_targets(rows, torch.device("cpu")).tolist() == [0, 0]
+
+
+READING_DATA = """import torch
+
+
+class Constant:
+    classes = ["low", "high"]
+
+    def __init__(self, value):
+        self.value = value
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2,), self.value), index % 2
+
+
+def load(root):
+    value = float((root / "value").read_text())
+    return Constant(value), Constant(value)
+"""
+
+
+def test_moved_data_has_the_same_checksum_and_is_read_from_its_new_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(READING_DATA)
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "value").write_text("7")
+    settings = Data(name=f"{tmp_path}/own.py:load", root=str(old), cache=str(tmp_path / "sets"))
+    prepared = prepare.prepare_dataset(settings)
+    moved = old.rename(tmp_path / "new")
+    prepared_again = prepare.prepare_dataset(dataclasses.replace(settings, root=str(moved)))
+    assert prepared_again.sha256 == prepared.sha256
+    inputs = open_samples(prepared_again, "train").load_inputs(slice(0, 4), torch.device("cpu"), torch.float32)
+    assert inputs.unique().tolist() == [7]
 
 
 def test_the_description_replaces_the_arrays(tmp_path: Path) -> None:
