@@ -9,6 +9,7 @@ checkpoints of an unfinished run, which are needed to resume the run; the best c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import shutil
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from common.checkpoint import storage
 from common.runs.folder import MODEL_FILE, RunFolder, convert_disk_errors
+from common.runs.run_lock import try_to_lock
 from common.system.errors import UserError
 from slurm.arguments import parse_zero_or_one
 from slurm.reports import liveness, selection, status, wandb_sync
@@ -79,26 +81,51 @@ def remove_superfluous_files(folders: list[RunFolder], are_named: bool, delete: 
     """
     total = 0
     for folder in folders:
-        state, _ = status.read_state(folder)
-        # A run that ended in another state can be resumed from its checkpoints, so RUNS must name the run.
-        if are_named and state not in status.FINAL_STATES:
-            print(f"skipped {folder.path.name}: the run has not ended yet ({state})")
-        elif are_named and liveness.is_stopping(folder):
-            print(f"skipped {folder.path.name}: the run is still stopping")
-            continue
-        if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):
-            continue
-        paths = list_superfluous_files(folder, are_named)
-        if not paths:
-            continue
-        size = sum(map(measure_size, paths))
-        total += size
-        names = ", ".join(str(path.relative_to(folder.path)) for path in paths)
-        print(f"{folder.path.name}  {size / 1e6:.1f} MB  {names}")
-        if delete:
-            for path in paths:
-                remove_path(path)
+        # The lock keeps other commands from resuming or pruning the run while its files are deleted.
+        lock = try_to_lock(folder)
+        with contextlib.nullcontext() if lock is None else lock:
+            if can_be_pruned(folder, are_named, is_locked=lock is not None):
+                total += remove_superfluous_files_of_run(folder, are_named, delete)
     return total
+
+
+def can_be_pruned(folder: RunFolder, is_named: bool, is_locked: bool) -> bool:
+    """Return whether files of a run may be deleted.
+
+    If not, print why, unless the run is unfinished and RUNS does not name it. `is_locked` is true if this process holds
+    the lock of the run.
+    """
+    state, _ = status.read_state(folder)
+    # A run that ended in another state can be resumed from its checkpoints, so RUNS must name the run.
+    if state != "FINISHED" and not is_named:
+        return False
+    problem = ""
+    if state not in status.FINAL_STATES:
+        problem = f"the run has not ended yet ({state})"
+    elif is_named and liveness.is_stopping(folder):
+        problem = "the run is still stopping"
+    elif not is_locked:
+        problem = "another command uses the run"
+    if problem:
+        print(f"skipped {folder.path.name}: {problem}")
+    return not problem
+
+
+def remove_superfluous_files_of_run(folder: RunFolder, is_named: bool, delete: bool) -> int:
+    """Print the superfluous files of a run, and delete the files if `delete` is true.
+
+    Returns the total size of the files in bytes.
+    """
+    paths = list_superfluous_files(folder, is_named)
+    if not paths:
+        return 0
+    size = sum(map(measure_size, paths))
+    names = ", ".join(str(path.relative_to(folder.path)) for path in paths)
+    print(f"{folder.path.name}  {size / 1e6:.1f} MB  {names}")
+    if delete:
+        for path in paths:
+            remove_path(path)
+    return size
 
 
 def parse_delete_switch(delete: str, dry_run: str) -> bool:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from common.runs.folder import RunFolder
+from common.runs.run_lock import try_to_lock
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import execute_verb
@@ -129,3 +131,18 @@ def test_the_best_model_is_deleted_only_if_its_run_is_named(runs: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["best", "step-00000005"]
     completed = prune(runs, f"--runs={finished.name}", "--delete=1")
     assert not saved.exists(), completed.stderr
+
+
+def test_a_run_that_another_command_uses_is_skipped(runs: Path) -> None:
+    """The command may resume the finished run, or delete its files."""
+    finished = min(runs.iterdir())
+    before = files(finished)
+    lock = try_to_lock(RunFolder(finished))
+    assert lock is not None
+    with lock:
+        for arguments in ([], ["--delete=1"], [f"--runs={finished.name}", "--delete=1"]):
+            completed = prune(runs, *arguments)
+            assert f"skipped {finished.name}: another command uses the run\n" in completed.stdout
+    assert files(finished) == before
+    prune(runs, "--delete=1")
+    assert "rank-0.pt" not in files(finished)
