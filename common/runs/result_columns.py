@@ -6,6 +6,8 @@ from typing import Any
 
 from common.runs.result import Result
 
+FAILURE_COLUMNS = ("reason", "last_step", "cause")  # columns that only the result of an unfinished run has
+
 
 def list_columns(result: Result) -> dict[str, Any]:
     """Return the numbers and strings of a result for tables and the W&B summary.
@@ -26,3 +28,12 @@ def list_columns(result: Result) -> dict[str, Any]:
 
     derived = {"waiting": result.compute_waiting_share(), "memory_mb": result.find_peak_mb()}
     return columns | {name: number for name, number in derived.items() if number is not None}
+
+
+def list_summary_columns(result: Result, restarts: int) -> dict[str, Any]:
+    """Return the columns of a result for the W&B summary of a run that was restarted `restarts` times.
+
+    W&B keeps the summary of earlier attempts. Columns of an earlier failure that the result lacks are therefore None.
+    """
+    cleared = dict.fromkeys(FAILURE_COLUMNS) if restarts else {}
+    return cleared | list_columns(result) | {"restarts": restarts}

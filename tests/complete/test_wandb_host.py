@@ -84,6 +84,13 @@ class Host:
         """Return the rows of metrics that were sent, each with its position."""
         return wandb_host.read_received_metrics(self.record)
 
+    def read_summary(self) -> dict[str, Any]:
+        """Return the newest summary that was sent."""
+        # The request that completes the run may contain no files, if W&B has sent the summary before.
+        files = [request.get("files") or {} for request in self.sent("file_stream")]
+        summaries = [sent["wandb-summary.json"] for sent in files if "wandb-summary.json" in sent]
+        return dict(json.loads(summaries[-1]["content"][-1]))
+
     def sent_steps(self) -> list[int]:
         """Return the steps of all rows that were sent."""
         return [row["global_step"] for _, row in self.history()]
@@ -135,10 +142,7 @@ def test_every_attempt_is_sent_once_and_in_order(host: Host, tmp_path: Path) -> 
     upserts = [request for request in host.sent("graphql") if "UpsertBucket" in str(request.get("operationName"))]
     names = {request["variables"]["name"] for request in upserts}
     assert names == {json.loads((finished.path / "wandb" / "id.json").read_text())["id"]}
-    # The request that completes the run may contain no files, if W&B has sent the summary before.
-    files = [request.get("files") or {} for request in host.sent("file_stream")]
-    summaries = [sent["wandb-summary.json"] for sent in files if "wandb-summary.json" in sent]
-    summary = json.loads(summaries[-1]["content"][-1])
+    summary = host.read_summary()
     assert summary["restarts"] == 1
     assert summary["waiting"] == 0.2
     assert summary["test_accuracy"] == 0.96
@@ -367,6 +371,29 @@ def test_no_process_outlives_a_killed_launcher_and_sync_sends_its_rows(
     assert "sent 1 of 1" in completed.stdout, completed.stdout + completed.stderr
     assert host.sent_steps() == list_steps(list_expected_rows(folder))
     assert get_exit_code(read_records(folder)) == 1
+
+
+def test_the_summary_of_a_finished_run_has_no_failure_of_an_earlier_attempt(host: Host, tmp_path: Path) -> None:
+    run = SyntheticRun("mnist_pipeline", 0, 20, attempts=2, step_seconds=0.2)
+    first, second = run.write(tmp_path / "runs").list_attempts()
+    record = second.attempt_folder / "attempt.json"
+    hidden_record = record.rename(tmp_path / "attempt.json")  # the second attempt starts after the first one
+    result_file = first.path / "result.json"
+    final_result = result_file.read_text()
+    result = SyntheticRun(state="failed", result={"cause": "diverged"}).make_result(10, 64)
+    result_file.write_text(json.dumps(result))
+    env = host.environment
+    assert run_tracking(first, "online", env).returncode == 0
+    summary = host.read_summary()
+    assert (summary["reason"], summary["last_step"]) == ("the loss is nan", 10)
+    assert summary["cause"]
+
+    hidden_record.rename(record)
+    result_file.write_text(final_result)
+    assert run_tracking(second, "online", env).returncode == 0
+    summary = host.read_summary()
+    assert (summary["state"], summary["restarts"]) == ("finished", 1)
+    assert [summary.get(name) for name in ("reason", "last_step", "cause")] == [None, None, None]
 
 
 def list_steps(rows: list[dict[str, Any]]) -> list[int]:

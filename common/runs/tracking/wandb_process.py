@@ -160,13 +160,12 @@ class RowForwarder:
 
     def finish(self) -> None:
         """Send the model and the result, and finish the W&B run."""
-        from common.runs.result_columns import list_columns  # training does not need this module
+        from common.runs.result_columns import list_summary_columns  # training does not need this module
 
         result = self.folder.result
         log_model_artifact(self.run, self.folder)
         restarts = len(self.folder.list_attempts()) - 1
-        columns = list_columns(parse_result(result))
-        self.run.summary.update(columns | {"restarts": restarts})
+        self.run.summary.update(list_summary_columns(parse_result(result), restarts))
         self.run.finish(exit_code=int(result.get("exit_status", 1)))
         for note in self.notes.values():
             note.complete = note.complete or not note.online or self.journal is not None

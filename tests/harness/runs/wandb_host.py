@@ -86,12 +86,13 @@ def make_resumed_bucket(run: str) -> dict[str, Any] | None:
         return None
     history = STORED_LINES[run].get("wandb-history.jsonl", {})
     events = STORED_LINES[run].get("wandb-events.jsonl", {})
+    summaries = STORED_LINES[run].get("wandb-summary.json", {})
     return {
         "id": "b",
         "name": run,
         "displayName": "",
         "config": "{}",
-        "summaryMetrics": "{}",
+        "summaryMetrics": summaries[max(summaries)] if summaries else "{}",
         "tags": [],
         "notes": "",
         "wandbConfig": '{"t": 1}',
