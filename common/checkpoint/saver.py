@@ -76,7 +76,7 @@ class Saver:
             self.progress.resume_after(loaded.step, loaded.common)
             best = self.cfg.checkpoint.best
             if loaded.common.get("best_of", best) != best:
-                self.progress.best_score = None  # of another score
+                self.progress.replace_best_score(None)
         self.vote.start_votes_after(loaded.step if loaded else 0)
         self.restart_watchdogs()
         return loaded
@@ -222,7 +222,7 @@ class Saver:
         with self.progress.improve_best_score(score):
             is_saved = self.save(step, best=True)
         if not is_saved:
-            self.progress.best_score = previous
+            self.progress.replace_best_score(previous)
 
     def save_final_model(self, step: int) -> None:
         """Save the trained model after the last step.

@@ -66,6 +66,10 @@ class RunProgress:
             self.unevaluated = True
             raise
 
+    def replace_best_score(self, score: float | None) -> None:
+        """Replace the best score, because the model with that score was not saved or `checkpoint.best` has changed."""
+        self.best_score = score
+
     def record_save(self, step: int, *, best: bool) -> None:
         """Record that a checkpoint was saved after `step` steps."""
         self.saved_step = step

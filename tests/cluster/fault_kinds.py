@@ -98,7 +98,7 @@ def reach_time_limit(running: Running, chance: random.Random) -> None:
     The next attempt gets a longer limit, as a busy machine may need it.
     """
     running.lab.limit_cables(VERY_SLOW_RATE)
-    wait_on_cluster("SLURM announces the limit", lambda: running.state() != "RUNNING", 120)
+    wait_on_cluster("SLURM announces the limit", lambda: running.state() != "RUNNING")
     running.lab.slurm("scontrol", "update", f"jobid={running.job}", "timelimit=10")
 
 

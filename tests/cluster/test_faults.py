@@ -67,7 +67,7 @@ def test_a_notice_to_a_starting_run_requeues_it(small: Lab) -> None:
     running = small.submit("mnist_pipeline")
     wait_on_cluster("two ranks", lambda: len(running.ranks()) == 2, 30, 0.02)
     small.slurm("scancel", "--signal=USR2", running.job)
-    wait_on_cluster("the job is requeued", lambda: running.state() == "PENDING", 30)
+    wait_on_cluster("the job is requeued", lambda: running.state() == "PENDING")
     assert not running.folder.result
     running.finish()
     assert not faults.list_problems(running.folder, small.reference("mnist_pipeline"))
@@ -119,7 +119,7 @@ def send_notice(running: Running, delay: float) -> None:
 
 def check_not_restarted(running: Running, state: str) -> None:
     """Check that the job ends as `state`, and that no attempt follows within the time of a requeue."""
-    wait_on_cluster("the job has ended", lambda: running.state() == state, 30)
+    wait_on_cluster("the job has ended", lambda: running.state() == state)
     attempts = len(running.folder.list_attempts())
     time.sleep(3)
     assert running.state() == state
@@ -131,9 +131,9 @@ def test_wandb_gets_each_row_of_a_cancelled_online_run_once(small: Lab) -> None:
     environ: dict[str, Any] = fault_kinds.start_wandb_host(small)
     running = small.submit("mnist_pipeline", *LONG_RUN, **environ)
     record = small.base / fault_kinds.WANDB_RECORD
-    wait_on_cluster("W&B has rows", lambda: wandb_host.read_received_metrics(record), 90)
+    wait_on_cluster("W&B has rows", lambda: wandb_host.read_received_metrics(record))
     small.command("cancel", f"--runs={running.folder.path.parent}", running.folder.path.name)
-    wait_on_cluster("the job has ended", lambda: running.state() not in faults.ACTIVE_STATES, 60)
+    wait_on_cluster("the job has ended", lambda: running.state() not in faults.ACTIVE_STATES)
     argv = [sys.executable, "-m", "slurm", "sync", f"--runs={running.folder.path.parent}"]
     command = small.cluster.build_command(argv, cwd=ROOT)
     env = small.env | environ | {"WANDB_ERROR_REPORTING": "false"}
@@ -143,7 +143,7 @@ def test_wandb_gets_each_row_of_a_cancelled_online_run_once(small: Lab) -> None:
         assert sync.returncode == 0, sync.stdout + sync.stderr
         return "skipped" not in sync.stdout  # the tracking process may exit after the job has ended
 
-    wait_on_cluster("make sync does not skip the run", has_synced, 60)
+    wait_on_cluster("make sync does not skip the run", has_synced)
     assert small.wandb
     small.wandb.kill()
     small.wandb.wait()

@@ -191,7 +191,7 @@ def test_a_custom_script_that_is_requeued_continues_in_the_same_folder(site: Sit
     job = site.execute_in_cluster("sbatch", "--parsable", *options, str(script)).stdout.strip()
     wait_on_cluster("a checkpoint", lambda: list(site.runs.glob("own-script/*/attempts/0001/checkpoints/step-*")))
     site.execute_in_cluster("scontrol", "requeue", job)
-    wait_on_cluster("the end", lambda: site.get_only_run("own-script").result.get("state") == "finished", 120)
+    wait_on_cluster("the end", lambda: site.get_only_run("own-script").result.get("state") == "finished")
     folder = site.get_only_run("own-script")
     _, second_attempt = folder.list_attempts()
     assert second_attempt.parent_record

@@ -76,7 +76,7 @@ def test_a_sweep_finishes_although_a_host_loses_power(site: Site) -> None:
     assert f"bitwise equal in {STEPS} steps" in repeated.stdout
     assert len(list_runs(site)) == 7
     node_state = ("sinfo", "-h", "-p", "main", "-n", "node2", "-o", "%T")
-    wait_on_cluster("node2 is idle", lambda: site.execute_in_cluster(*node_state).stdout.strip() == "idle", 90)
+    wait_on_cluster("node2 is idle", lambda: site.execute_in_cluster(*node_state).stdout.strip() == "idle")
 
 
 def test_only_the_stopped_task_of_an_array_is_requeued(site: Site) -> None:
@@ -89,7 +89,7 @@ def test_only_the_stopped_task_of_an_array_is_requeued(site: Site) -> None:
     folders = {read_json(folder.path / "meta.json")["job"]["id"]: folder for folder in list_runs(site, "stopped")}
     array = next(iter(folders)).partition("_")[0]
     site.execute_in_cluster("scancel", "--signal=USR2", task_of_job[array])
-    wait_on_cluster("both results", lambda: all(folder.result for folder in folders.values()), 120)
+    wait_on_cluster("both results", lambda: all(folder.result for folder in folders.values()))
     for task, folder in folders.items():
         assert folder.result["state"] == "finished"
         assert len(folder.list_attempts()) == (2 if task == task_of_job[array] else 1), task

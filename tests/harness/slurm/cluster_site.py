@@ -18,6 +18,7 @@ from common.system.processes import Process
 from slurm.local_cluster.cluster import Cluster, find_cluster_folder
 from slurm.local_cluster.slurm_conf import Plan
 from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
     find_processes,
     make_environment,
     select_applicable_settings,
@@ -143,7 +144,9 @@ def find_running_cluster(environ: Mapping[str, str]) -> Cluster:
     return Cluster(Plan.load(folder), process)
 
 
-def wait_on_cluster(description: str, condition: Callable[[], Any], seconds: float = 60, pause: float = 0.1) -> Any:
+def wait_on_cluster(
+    description: str, condition: Callable[[], Any], seconds: float = WAIT_TIMEOUT, pause: float = 0.1
+) -> Any:
     """Wait until a condition holds and return its value. Raises TimeoutError with the description."""
     return wait_until(condition, description, seconds, pause)
 
