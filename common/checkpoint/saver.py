@@ -73,10 +73,7 @@ class Saver:
         loaded = None if self.ranks.current.is_joining else self.checkpointer.load(state.check_number_of_ranks)
         if loaded is not None:
             state.load(loaded)
-            self.progress.resume_after(loaded.step, loaded.common)
-            best = self.cfg.checkpoint.best
-            if loaded.common.get("best_of", best) != best:
-                self.progress.replace_best_score(None)
+            self.progress.resume_after(loaded.step, loaded.common, self.cfg.checkpoint.best)
         self.vote.start_votes_after(loaded.step if loaded else 0)
         self.restart_watchdogs()
         return loaded
@@ -219,10 +216,7 @@ class Saver:
             if not is_better:
                 return
         # If ranks are lost, an elastic run repeats the evaluation and compares its score again.
-        with self.progress.improve_best_score(score):
-            is_saved = self.save(step, best=True)
-        if not is_saved:
-            self.progress.replace_best_score(previous)
+        self.progress.improve_best_score(score, lambda: self.save(step, best=True))
 
     def save_final_model(self, step: int) -> None:
         """Save the trained model after the last step.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 GENERATIONS_FILE = "generations.json"  # rank changes of an attempt
@@ -54,21 +54,23 @@ class RunProgress:
         yield
         self.unevaluated = False
 
-    @contextlib.contextmanager
-    def improve_best_score(self, score: float) -> Iterator[None]:
-        """Record a new best score. If the `with` block raises RuntimeError, the evaluation is due again instead."""
+    def improve_best_score(self, score: float, save: Callable[[], bool]) -> None:
+        """Record a new best score and call `save`, which returns whether the model with this score was saved.
+
+        If the model was not saved, the previous score remains the best one. If `save` raises RuntimeError, the
+        evaluation is also due again.
+        """
         previous = self.best_score
         self.best_score = score
+        is_saved = False
         try:
-            yield
+            is_saved = save()
         except RuntimeError:
-            self.best_score = previous
             self.unevaluated = True
             raise
-
-    def replace_best_score(self, score: float | None) -> None:
-        """Replace the best score, because the model with that score was not saved or `checkpoint.best` has changed."""
-        self.best_score = score
+        finally:
+            if not is_saved:
+                self.best_score = previous
 
     def record_save(self, step: int, *, best: bool) -> None:
         """Record that a checkpoint was saved after `step` steps."""
@@ -86,12 +88,15 @@ class RunProgress:
         """Return the values that a checkpoint stores in addition to its step."""
         return {"seconds": self.elapsed_seconds, "best": self.best_score, "unevaluated": self.unevaluated}
 
-    def resume_after(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint that was saved after `step` steps and stores the values `saved`."""
+    def resume_after(self, step: int, saved: Mapping[str, Any], score_name: str) -> None:
+        """Continue from a checkpoint that was saved after `step` steps and stores the values `saved`.
+
+        The best score is unknown if it is not the score that `checkpoint.best` names now, `score_name`.
+        """
         self.step = step
         self.resumed_after = step
         self.start_time -= saved["seconds"]
-        self.best_score = saved["best"]
+        self.best_score = saved["best"] if saved.get("best_of", score_name) == score_name else None
         self.unevaluated = saved.get("unevaluated", False)
 
     # ---- elastic runs
