@@ -141,6 +141,7 @@ class Config(Replicated):
 
     @property
     def accepts_scalar_parameters(self) -> bool:
+        """Whether a custom network may have parameters with the shape []."""
         return self.strategy != "fsdp" and self.communication != "powersgd"
 
     @property

@@ -85,8 +85,7 @@ class Log:
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
     memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
     """Step of each attempt in which each rank measures the bytes of its training state, activations and messages. If
-    the attempt has fewer steps, the last one is measured. 0 disables the measurement; gpt_parallel then
-    measures the first step."""
+    the attempt has fewer steps, the last one is measured. 0 disables the measurement."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 
@@ -171,8 +170,7 @@ class Experiment(Tables):
     """Settings that determine the number of ranks, as messages name them."""
 
     seed: int = at_least(0, 0)
-    """Seed of all random choices of a run, such as initialization and data order. Generated data does not depend on
-    it."""
+    """Seed of all random choices of a run: initialization and data order. Generated data does not depend on it."""
     steps: int = at_least(0, 0)
     """Stop after this number of steps; 0 runs all steps."""
     profile: int = at_least(0, 0)
@@ -219,8 +217,7 @@ class Data:
     inputs, test targets) or two map-style data sets. After a fallback, resolved.yaml names the data set that was
     used."""
     root: str = file_path("data")
-    """Folder with the raw files, in the layout of torchvision. The environment variable DATA_ROOT sets the default,
-    unless the YAML file of the experiment sets data.root.
+    """Folder with the raw files, in the layout of torchvision. DATA_ROOT sets the default if the YAML file sets none.
     With data.name=mnist, a folder other than the default must already exist, and it must contain MNIST unless MNIST can
     be downloaded. For text, a UTF-8 file or folder; none selects the source of Python's standard library."""
     cache: str = file_path("data/prepared")
@@ -355,19 +352,13 @@ class TrainingExperiment(Experiment):
     splits_network: ClassVar[bool] = False
     """Whether the network is split into stages, so that a custom network must be an nn.Sequential."""
 
-    @property
-    def accepts_scalar_parameters(self) -> bool:
-        """Whether a custom network may have parameters with the shape []."""
-        return True
-
     loss: str = networks.loss_field()
     """Loss for training and evaluation. cross_entropy needs class labels; mse, the mean squared error, needs float
     targets. FILE.py:function is a custom loss: function(outputs, targets) returns a tensor [N], one loss per sample."""
     epochs: int = at_least(1, 1)
     """Number of passes over the training set. `steps` can end the run earlier."""
     batch: int = at_least(1, 64)
-    """Number of samples per optimizer step, over all ranks. The last partial batch of an epoch is dropped, unless
-    `last_batch` or `accumulate` keeps its samples."""
+    """Number of samples per optimizer step, over all ranks. A last partial batch is dropped by default."""
     eval_batch: int = at_least(1, 1000)
     """Number of samples per evaluation batch. The last batch may be smaller, because every test sample is evaluated
     once."""

@@ -151,13 +151,19 @@ def prune(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int, spar
     masks.replace_masks([old & new for old, new in zip(masks.masks, new_masks, strict=True)])
 
 
-def catch_up(cfg: Config, run: Run, model: nn.Module, masks: Masks, step: int) -> None:
-    """Prune the weights that the schedule has pruned by this step, at which the run resumes.
+def start_pruning(cfg: Config, run: Run, model: nn.Module, masks: Masks, optimizer: Optimizer) -> None:
+    """Load the checkpoint, and prune the weights that the schedule has pruned by its step.
 
-    With other settings, such as fewer epochs, updates that the run has not executed may lie before this step.
+    If the run is resumed with other settings, such as fewer epochs, updates that it has not executed may lie before the
+    step of the checkpoint.
     """
+    step = run.resume()
+    masks.recompute_factors()  # the checkpoint may contain different masks
     sparsity = pruning_schedules.compute_reached_sparsity(cfg, step, run.total)
-    if masks.sparsity < sparsity - pruning_masks.SPARSITY_TOLERANCE:
+    if step == 0:
+        update_masks(cfg, run, model, masks, optimizer, 0)
+        masks.apply_to_weights()
+    elif masks.sparsity < sparsity - pruning_masks.SPARSITY_TOLERANCE:
         prune(cfg, run, model, masks, step, sparsity)
         masks.assert_equal_on_ranks()
         masks.apply_to_weights()
@@ -174,13 +180,7 @@ def main(cfg: Config, run: Run) -> None:
         model = ddp.replicate(inner_model, run, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model.parameters(), cfg.optim)
     run.register(inner_model, optimizer, run.batches(shard=run.shard), replicated=True)  # masks are buffers
-    first_step = run.resume()
-    masks.recompute_factors()  # the checkpoint may contain different masks
-    if first_step == 0:
-        update_masks(cfg, run, model, masks, optimizer, 0)
-        masks.apply_to_weights()
-    else:
-        catch_up(cfg, run, model, masks, first_step)
+    start_pruning(cfg, run, model, masks, optimizer)
 
     for step in run.steps():
         optimizer.zero_grad()

@@ -166,9 +166,9 @@ def restore_state_dtypes(optimizer: Optimizer, saved: Mapping[int, Mapping[str, 
     """
     parameters = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for index, parameter in enumerate(parameters):
-        state = optimizer.state[parameter] if index in saved else {}
+        state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            original = saved[index].get(key)
+            original = saved.get(index, {}).get(key)
             if isinstance(value, Tensor) and isinstance(original, Tensor) and value.dtype != original.dtype:
                 state[key] = original.to(value.device, copy=True)
 

@@ -10,14 +10,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import shutil
-import signal
 import socket
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from common.runs.folder import convert_disk_errors
-from common.system import foreign_text, host_memory, network, seeds
-from common.system.causes import PEER_CAUSES, Cause
+from common.system import network, seeds
+from common.system.causes import Cause
 from common.system.errors import UserError
-from common.system.processes import kill_with_parent
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 MNIST_FILES = {  # uncompressed size of each file in bytes
@@ -49,7 +44,6 @@ RUN_SOURCE_FILE = Path("own", "data.py")  # copy of the user's file in the sourc
 TOKENIZER_FILE = "tokenizer.json"  # copy of the tokenizer of a text, stored next to the arrays
 RUN_TOKENIZER_FILE = Path("own", "tokenizer.json")  # copy of the tokenizer in the source folder of a run
 SKIPPED_FILE = "left_out.txt"  # lists the skipped files of an image folder
-EXIT_TIMEOUT = 5.0  # seconds to wait for a subprocess to exit after it has sent its result
 
 
 def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
@@ -57,6 +51,8 @@ def generate_images(count: int, side: int, classes: int, seed: int) -> Arrays:
 
     The test part has count // 5 samples, but at least one. Raises UserError if the memory is too small.
     """
+    from common.system import host_memory  # other data sets do not need this module
+
     needed = 1.2 * count * 3 * side * side
     available, _ = host_memory.measure_available_memory()
     if needed > available:
@@ -244,71 +240,8 @@ def make_printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def call_in_subprocess(
-    function: Callable[..., Any],
-    *arguments: Any,
-    limit: float = 600,
-    show: Callable[[int, int], None] | None = None,
-) -> Any:
-    """Call a function in a forked process and return its value.
+def call_in_subprocess(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a function in a forked process and return its value; see subprocess_call.py."""
+    from common.data import subprocess_call  # runs whose data is already prepared do not need this module
 
-    Modules that the function imports and threads that the function starts do not affect this process. If `show` is
-    given, the function receives an additional argument: a function `report_progress(done, total)`, which calls `show`
-    with the same arguments in this process. Raises UserError if the function fails or takes longer than `limit`
-    seconds.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)  # each message is a tuple (kind, content)
-
-    def report_progress(done: int, total: int) -> None:
-        sender.send(("progress", (done, total)))
-
-    def call_and_send_result() -> None:
-        """Call the function, send its value or its error to the parent process, and exit."""
-        kill_with_parent()
-        reporters = () if show is None else (report_progress,)
-        try:
-            sender.send(("value", function(*arguments, *reporters)))
-        except UserError as error:
-            sender.send(("error", (str(error), error.cause)))
-        except BaseException as error:  # noqa: BLE001 (the parent reports the error)
-            text = f"{function.__name__} failed: {type(error).__name__}: {error}"
-            sender.send(("error", (text, classify_data_error(error))))
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(0)
-
-    process = context.Process(target=call_and_send_result)
-    process.start()
-    sender.close()
-    deadline = time.monotonic() + limit
-    try:
-        kind = "progress"
-        while kind == "progress":
-            if not receiver.poll(max(0, deadline - time.monotonic())):
-                raise UserError(f"{function.__name__} took longer than {limit:.0f} s")
-            kind, content = receiver.recv()
-            if kind == "progress" and show is not None:
-                show(*content)
-        process.join(EXIT_TIMEOUT)
-    except EOFError:
-        process.join(EXIT_TIMEOUT)
-        if process.exitcode == -signal.SIGKILL:
-            problem = f"{function.__name__} was killed; the machine may have run out of memory; use less data"
-            raise UserError(problem, cause=Cause.OUT_OF_MEMORY) from None
-        raise UserError(f"{function.__name__} exited without returning a result") from None
-    finally:
-        process.kill()
-        process.join()
-    if kind == "error":
-        text, cause = content
-        raise UserError(text, cause=cause)
-    return content
-
-
-def classify_data_error(error: BaseException) -> Cause:
-    """Return the cause of an error that occurred while a library read, downloaded or generated data."""
-    cause = foreign_text.classify_error(error)
-    # A library that reads damaged files may raise a ValueError. A download does not communicate with other ranks.
-    return Cause.OTHER if cause is Cause.SOURCE_ERROR or cause in PEER_CAUSES else cause
+    return subprocess_call.call_in_subprocess(function, *arguments, **options)

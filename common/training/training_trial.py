@@ -72,7 +72,7 @@ def check_network(cfg: TrainingExperiment, value: str, network: nn.Module) -> No
             problem = f"the sizes of {layer} are unknown before the first forward pass"
             raise UserError(f"model={value}: {problem}; use a layer with known sizes, such as nn.Linear")
     for name, parameter in network.named_parameters():
-        if parameter.dim() == 0 and not cfg.accepts_scalar_parameters:
+        if parameter.dim() == 0 and not getattr(cfg, "accepts_scalar_parameters", True):
             problem = f"the parameter {name} is a scalar, which these settings do not support"
             raise UserError(f"model={value}: {problem}; use a parameter of the shape [1]")
     if not any(parameter.requires_grad for parameter in network.parameters()):
