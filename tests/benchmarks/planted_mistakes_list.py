@@ -241,8 +241,8 @@ SLURM_MISTAKES = [
     Mistake(
         "prunes-what-can-go-on",  # checkpoints of unfinished runs that nobody named
         "slurm/reports/prune_runs.py",
-        'if state != "FINISHED" and not (are_named and state in status.FINAL_STATES):',
-        "if state not in status.FINAL_STATES:",
+        'if state != "FINISHED" and not is_named:',
+        "if state not in status.FINAL_STATES and not is_named:",
         caught_by="tests/commands/test_prune.py::test_nothing_is_deleted_by_default",
     ),
     Mistake(
