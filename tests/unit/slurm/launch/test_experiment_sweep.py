@@ -15,7 +15,7 @@ import pytest
 
 from common.runs.folder import RunFolder, read_json
 from common.system.errors import UserError
-from configs.sparse_prune import Config
+from configs.ddp_multinode import Config
 from slurm.launch import experiment_sweep, sweep
 from slurm.launch.sweep_file import SweepPlan, SweepPoint
 from slurm.launch.sweep_folder import SweepFolder
@@ -96,10 +96,10 @@ def test_a_result_does_not_replace_the_setting_of_the_same_name(tmp_path: Path) 
     points = [SweepPoint({"criterion": "none"}, 0, Config()), SweepPoint({"sparsity": 0.9}, 0, Config())]
     sweep_path = tmp_path / "sweeps" / "levels"
     sweep_path.mkdir(parents=True)
-    plan = SweepPlan("levels", "sparse_prune", {}, points, parallel=1)
+    plan = SweepPlan("levels", "ddp_multinode", {}, points, parallel=1)
     table = experiment_sweep.ResultTable(SweepFolder(sweep_path, plan))
     for number, point in enumerate(points):
-        run = SyntheticRun("sparse_prune", number, 4, result={"measured": {"sparsity": 0.25 * number}})
+        run = SyntheticRun("ddp_multinode", number, 4, result={"measured": {"sparsity": 0.25 * number}})
         table.add_run(point, run.write(tmp_path), 0)
     with open(sweep_path / "table.csv") as file:
         dense, sparse = csv.DictReader(file)
