@@ -17,7 +17,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,14 +210,6 @@ def start_local_run_of_point(folder: RunFolder) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ)
 
 
-def start_and_record_run(sweep: SweepFolder, point: SweepPoint, folder: RunFolder) -> subprocess.Popen[bytes]:
-    """Start the run of a point on this machine, and record it in the sweep."""
-    process = start_local_run_of_point(folder)
-    sweep.record_run(point, folder, "running")
-    sweep.save()
-    return process
-
-
 class LocalRun(NamedTuple):
     """A run of a point on this machine, whose process has been started."""
 
@@ -246,14 +238,24 @@ def handle_stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(number, old_handler)
 
 
+@contextlib.contextmanager
+def stop_remaining_runs(running: Iterable[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Stop the runs that remain after an error, for example if the sweep's folder cannot be written, and wait."""
+    try:
+        yield
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+
+
 def record_end(sweep: SweepFolder, point: SweepPoint) -> tuple[str, RunFolder]:
     """Record and print the state of a point whose run has ended. Return the state and the run folder."""
-    state = sweep.read_state(point)
-    cell = sweep.cells[point.key]
-    cell["state"] = state.lower()
-    sweep.save()
-    print(f"  {state:<9}  {point.label}  {cell['run']}", flush=True)
-    return state, RunFolder(sweep.runs / cell["run"])
+    state = sweep.record_state(point)
+    run = sweep.cells[point.key]["run"]
+    print(f"  {state:<9}  {point.label}  {run}", flush=True)
+    return state, RunFolder(sweep.runs / run)
 
 
 def run_points_locally(
@@ -284,15 +286,16 @@ def run_points_locally(
             for process in running:
                 process.send_signal(number)
 
-    with handle_stop_signals(stop):
+    with handle_stop_signals(stop), stop_remaining_runs(running):
         while running or (waiting and not stop_signal and not stopped_status):
             while waiting and len(running) < sweep.plan.parallel and not stop_signal and not stopped_status:
                 point, resumed = waiting.pop(0)
                 folder = resumed or make_folder_unless_stopped(sweep, point, lambda: stop_signal)
                 if folder is None:
                     break
-                process = start_and_record_run(sweep, point, folder)
+                process = start_local_run_of_point(folder)
                 running[process] = LocalRun(point, resumed is not None, time.monotonic())
+                sweep.record_start(point, folder)
                 if stop_signal:  # received before `stop` knew this process
                     process.send_signal(signal.SIGTERM)
             if stop_signal and running and not is_stop_announced:

@@ -78,6 +78,18 @@ class SweepFolder:
             cell["earlier"] = earlier
         self.cells[point.key] = cell
 
+    def record_start(self, point: SweepPoint, folder: RunFolder) -> None:
+        """Record and save that the run of a point has been started."""
+        self.record_run(point, folder, "running")
+        self.save()
+
+    def record_state(self, point: SweepPoint) -> str:
+        """Record and return the current state of a point's run. Raises UserError if the folder cannot be written."""
+        state = self.read_state(point)
+        self.cells[point.key]["state"] = state.lower()
+        self.save()
+        return state
+
     def forget_run(self, point: SweepPoint) -> None:
         """Remove the entry of a run that could not be started, and restore the entry of the previous run."""
         cell = self.cells.pop(point.key)

@@ -85,6 +85,24 @@ def test_the_folder_of_a_run_that_has_trained_is_not_deleted(tmp_path: Path, swe
     assert all((path / "screen.log").exists() for path in run_paths)
 
 
+def test_a_sweep_that_cannot_be_recorded_stops_its_runs(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = []
+
+    def start_and_block_record(folder: RunFolder) -> subprocess.Popen[bytes]:
+        (sweep_path,) = (tmp_path / "sweeps").iterdir()
+        (sweep_path / "sweep.json").mkdir()
+        process = subprocess.Popen(["sleep", "600"])
+        processes.append(process)
+        return process
+
+    monkeypatch.setattr(sweep, "start_local_run_of_point", start_and_block_record)
+    with pytest.raises(OSError, match=r"sweep\.json"):
+        experiment_sweep.main(NAME, [*SETTINGS, f"data.cache={cache}", f"runs={tmp_path}"])
+    assert [process.returncode for process in processes] == [-signal.SIGTERM]
+
+
 def test_a_refused_run_ends_the_sweep_with_its_error(tmp_path: Path, sweep_runs: SweepRuns) -> None:
     with pytest.raises(UserError, match=r"^no GPU is visible$"):
         sweep_runs("echo 'error: no GPU is visible' >$RUN/screen.log; exit 2")
