@@ -85,7 +85,7 @@ class Log:
     SGD and a parameter server, the value is the mean of the workers' norms, unless the servers clip gradients."""
     memory: int = field(default=0, metadata={"low": 0, "needs_model": True})
     """Step of each attempt in which each rank measures the bytes of its training state, activations and messages. If
-    the attempt has fewer steps, the last one is measured. 0 disables the measurement."""
+    the attempt has fewer steps, the last one is measured. With 0, only scripts that report memory measure step 1."""
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
     """Display of progress. auto draws a progress bar on a terminal and prints lines elsewhere."""
 

@@ -17,7 +17,9 @@ def list_columns(result: Result) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     lists: dict[str, list[Any]] = {}
     for name, content in result.flatten_values().items():
-        if isinstance(content, int | float | str):
+        if isinstance(content, str):
+            columns[name] = str(content)  # W&B would log the name of a member of Cause instead of its text
+        elif isinstance(content, int | float):
             columns[name] = content
         elif isinstance(content, list):
             lists[name] = content

@@ -274,7 +274,7 @@ def warn_of_earlier_end(folder: RunFolder, step: int) -> None:
 
 
 def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, draft: Path, path: Path) -> float:
-    """Write an exported model to the file `draft`, and check its outputs for random inputs.
+    """Write an exported model to the file `draft`, and check its outputs for random inputs, or zeros.
 
     Channels whose weights are zero are not exported.
     Returns the largest difference between the outputs of the exported and the original model, relative to the largest
@@ -283,7 +283,10 @@ def write_checked_export(model: nn.Module, facts: dict[str, Any], form: str, dra
     """
     from common.models import exporting, zero_channels
 
-    x, expected = exporting.compute_outputs(model, exporting.draw_inputs(facts, EXPORT_SAMPLES))
+    random_inputs = exporting.draw_inputs(facts, EXPORT_SAMPLES)
+    x, expected = exporting.compute_outputs(model, random_inputs)
+    if x is not random_inputs:
+        print("note: the model refuses random inputs, so the exported model is checked with zeros", file=sys.stderr)
     smaller = zero_channels.remove_zero_channels(model, x)
     removed = zero_channels.count_parameters(model) - zero_channels.count_parameters(smaller)
     if removed:

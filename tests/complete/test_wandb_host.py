@@ -386,7 +386,7 @@ def test_the_summary_of_a_finished_run_has_no_failure_of_an_earlier_attempt(host
     assert run_tracking(first, "online", env).returncode == 0
     summary = host.read_summary()
     assert (summary["reason"], summary["last_step"]) == ("the loss is nan", 10)
-    assert summary["cause"]
+    assert summary["cause"] == "diverged"
 
     hidden_record.rename(record)
     result_file.write_text(final_result)
