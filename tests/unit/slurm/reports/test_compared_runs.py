@@ -1,4 +1,4 @@
-"""Values of compared runs: the newest values, hidden curves, and the symbol at the end of a curve."""
+"""Values of compared runs: the newest values, and the symbol at the end of a curve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from common.runs.compare.metric_curves import MAX_POINTS
-from slurm.reports.compare import hide_measurement_curves
 from slurm.reports.compared_runs import RunFacts, RunGroup, read_groups
 from tests.harness.runs.synthetic_runs import SyntheticRun, write_rows
 
@@ -24,16 +23,6 @@ def test_the_newest_value_of_many_evaluations_is_shown(tmp_path: Path) -> None:
     run = RunFacts.from_folder(folder)
     assert run.table_row["test_accuracy"] == 1
     assert RunGroup([run]).list_metric_values("test_accuracy") == [1]
-
-
-def test_a_run_whose_curves_are_hidden_keeps_its_duration(tmp_path: Path) -> None:
-    measurement = SyntheticRun("collectives", 0, 4).write(tmp_path)
-    training = SyntheticRun("mnist_pipeline", 1, 4).write(tmp_path)
-    groups = read_groups([measurement, training], by_seed=False)
-    assert hide_measurement_curves(groups) == ["collectives"]
-    (measured_run,) = groups[0].runs
-    assert not measured_run.curves.steps
-    assert measured_run.table_row["duration"] > 0
 
 
 END_SYMBOLS = {
