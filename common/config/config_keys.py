@@ -244,7 +244,7 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         is_file = ":" in text and not key.is_literal
         if text not in key.choices and not is_file:
             raise ValueError("invalid value" if key.is_literal else describe_missing_name(text))
-        return text
+        return expand_home(text) if is_file else text
     if key.type is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError("expected true or false")
@@ -260,13 +260,19 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         return number
     if "check_text" in key.metadata:
         key.metadata["check_text"](text)
-    return os.path.expanduser(text) if key.metadata.get("is_path") else text  # noqa: PTH111 (accepts unknown users)
+    is_path = key.metadata.get("is_path") or ".py:" in text  # FILE.py:name
+    return expand_home(text) if is_path else text
+
+
+def expand_home(path: str) -> str:
+    """Replace `~` or `~user` at the beginning of a path by the home folder. An unknown user remains unchanged."""
+    return os.path.expanduser(path)  # noqa: PTH111 (pathlib raises an error for unknown users)
 
 
 def has_same_value(key: ConfigKey, first: str, second: str) -> bool:
     """Return whether two texts of a key have the same value. Relative and absolute paths of a file are the same."""
     if key.metadata.get("is_path"):
-        return os.path.abspath(os.path.expanduser(first)) == os.path.abspath(second)  # noqa: PTH100, PTH111
+        return os.path.abspath(expand_home(first)) == os.path.abspath(second)  # noqa: PTH100
     return first == second
 
 

@@ -142,8 +142,11 @@ def test_a_file_of_settings_and_a_run_to_resume_exclude_each_other(tmp_path: Pat
 
 def test_a_path_may_start_with_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/user")
-    settings = load_config(Config, ["runs=~/runs", "data.cache=~nobody-here/x"], {})
+    arguments = ["runs=~/runs", "data.cache=~nobody-here/x", "model=~/net.py:Net", "data.name=~/own.py:load"]
+    settings = load_config(Config, arguments, {})
     assert settings.runs == "/home/user/runs"
+    assert settings.model == "/home/user/net.py:Net"
+    assert settings.data.name == "/home/user/own.py:load"
     assert settings.data.cache == "~nobody-here/x"
 
 
