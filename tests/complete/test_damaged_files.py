@@ -20,12 +20,12 @@ IN_QUICK_TESTS = list(zip(RUN_FILES, itertools.cycle(DAMAGES), strict=False))  #
 REMAINING = [pair for pair in itertools.product(RUN_FILES, DAMAGES) if pair not in IN_QUICK_TESTS]
 
 
-@pytest.mark.parametrize("name, damage", draw_cases("damaged files", REMAINING, 20))
+@pytest.mark.parametrize("name, damage", draw_cases("damaged files", REMAINING, 12))
 def test_each_damage_is_reported_in_one_line(name: str, damage: str, finished: GetRun, tmp_path: Path) -> None:
     check_commands_on_damaged_run(finished(REPLICATED_ENTRY).folder, name, damage, tmp_path)
 
 
-@pytest.mark.parametrize("word", draw_cases("bad values", BAD_CONFIG_LINES, 10), ids=lambda word: word[:30])
+@pytest.mark.parametrize("word", draw_cases("bad values", BAD_CONFIG_LINES, 6), ids=lambda word: word[:30])
 def test_a_bad_value_in_the_configuration_of_a_run(word: str, tmp_path: Path) -> None:
     """Every command that reads runs reads it."""
     folder = SyntheticRun("mnist_pipeline", 0, 20).write(tmp_path / "runs")

@@ -12,6 +12,6 @@ from tests.harness.environment.randomness import draw_cases
 OTHER_DISK_CASES = [case for case in DISK_CASES if case.name not in FAST_SUITE_CASE_NAMES]
 
 
-@pytest.mark.parametrize("case", draw_cases("disks", OTHER_DISK_CASES, 3), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", draw_cases("disks", OTHER_DISK_CASES, 2), ids=lambda case: case.name)
 def test_a_run_on_a_full_or_read_only_disk(case: BadInputCase, tmp_path: Path, cache: Path) -> None:
     check_case(case, tmp_path, cache)

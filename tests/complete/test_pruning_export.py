@@ -24,12 +24,11 @@ def check_other_batch_size(path: Path, model: nn.Module, *shape: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["lenet300", "convnet"])
-def test_the_exported_model_runs_without_this_project_for_any_number_of_samples(
+def test_the_exported_model_computes_the_same_outputs_for_any_number_of_samples(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first model runs in a process without this project, as the ResNet below; the second runs in this process."""
-    if name == "convnet":
-        monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
+    """The models are executed in this process; the ResNet below in a process without this project."""
+    monkeypatch.setattr(exporting, "run_exported_program_in_new_process", run_exported_program)
     model = networks.build_network(name, (28, 28), 10)
     path = tmp_path / "model.pt2"
     Masks(model)

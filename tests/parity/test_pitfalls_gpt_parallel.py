@@ -22,7 +22,7 @@ from tests.harness.parity.gpt_parallel_cases import GPT_PARALLEL, build_gpt
 from tests.harness.parity.method import run_reference
 from tests.harness.parity.reference import TOLERANCE, list_differences
 
-FEW = "steps=6"
+FEW = "steps=2"
 TENSOR = f"tensor=2,{FEW}"
 SEQUENCE = f"tensor=2,sequence=true,{FEW}"
 CONTEXT = f"context=2,{FEW}"

@@ -70,7 +70,7 @@ def scale_and_counter(folder: RunFolder) -> list[tuple[Any, Any]]:
     return [(row.get("scale"), row.get("counter")) for row in folder.read_metrics()]
 
 
-@pytest.mark.parametrize("rank, point", draw_cases("killed ranks", STRIKES, 6))
+@pytest.mark.parametrize("rank, point", draw_cases("killed ranks", STRIKES, 4))
 def test_each_rank_may_be_killed_at_each_point(rank: int, point: str, train_struck: TrainStruck) -> None:
     fault = f"{point}:{rank}:{pick_step(point)}:kill"
     folder = train_struck(fault, *THREE, "elastic.rejoin=0")

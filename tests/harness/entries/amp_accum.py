@@ -7,7 +7,7 @@ from tests.harness.experiments.entry import Entry
 
 ENTRY = Entry(
     name="amp_accum",
-    smallest_settings=Config.smallest_settings,
+    smallest_settings=(*Config.smallest_settings, "model=mlp"),
     processes=2,
     result_keys=(
         "test_accuracy",
@@ -30,7 +30,6 @@ ENTRY = Entry(
     ),
     page_settings=("batch=16",),  # fp16 is slow on most CPUs
     page_commands_tested_elsewhere={"make exp NAME=amp_accum ARGS=sweep=true": "tests/experiments/test_amp.py"},
-    tests_export=True,
     evaluation_variants=(("precision=fp16", "batch=16", "model=mlp", "optim.base_batch=16"),),
     parity_transports=("memory", "two_level", "tls"),
 )

@@ -13,9 +13,7 @@ from typing import TypeVar
 from tests.harness.repository import ROOT
 
 Item = TypeVar("Item")
-DRAWN_SHARE = 0.25  # of the tests with the marker `drawn`
-
-
+DRAWN_SHARE = 1 / 6  # of the tests with the marker `drawn`
 SEED_VARIABLE = "TEST_SEED"
 ALL_CASES_VARIABLE = "ALL_CASES"
 """Environment variable of `make verify`. If it is set, all cases of lists are executed."""
@@ -33,16 +31,20 @@ def create_random(name: str) -> random.Random:
     return random.Random(draw_seed(name))
 
 
-@functools.cache
 def read_commit_seed() -> str:
     """Return the seed for drawn cases: TEST_SEED, or the commit that is checked out.
 
     All workers of a test run must draw the same cases.
     """
+    return os.environ.get(SEED_VARIABLE) or read_commit() or "0"
+
+
+@functools.cache
+def read_commit() -> str:
+    """Return the first digits of the commit that is checked out, or an empty string outside a Git repository."""
     command = ["git", "rev-parse", "--short=12", "HEAD"]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    commit = process.stdout.strip()
-    return os.environ.get(SEED_VARIABLE) or commit or "0"
+    return process.stdout.strip()
 
 
 def is_test_drawn(test: str) -> bool:
