@@ -159,6 +159,12 @@ def get_enabled_elastic_settings(cfg: object) -> Elastic | None:
     return settings if settings is not None and settings.on else None
 
 
+def count_spare_hosts(cfg: object) -> int:
+    """Return the number of hosts that an elastic run requests in addition to its nodes; 0 for other runs."""
+    settings = get_enabled_elastic_settings(cfg)
+    return settings.spares if settings is not None else 0
+
+
 def check_sync_batchnorm(sync_batchnorm: bool, model: str) -> None:
     """Raise ValueError if BatchNorm is to be synchronized in a network without BatchNorm layers."""
     if sync_batchnorm and model in ("mlp", "convnet"):

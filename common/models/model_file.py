@@ -9,6 +9,7 @@ the outputs, and the test scores.
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,7 +104,7 @@ def explain_missing_model(folder: RunFolder) -> str:
     The text is the end of an error message that starts with the path of the run.
     """
     state = folder.result.get("state")
-    run = folder.reference
+    run = shlex.quote(folder.reference)
     if state == "failed":
         return f": the run failed; find the cause with make doctor RUN={run}, then resume with make exp RESUME={run}"
     if state != "finished":

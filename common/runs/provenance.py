@@ -30,7 +30,13 @@ CHECKSUMS = "SHA256SUMS"  # file in a run's code/, in the format of the command 
 GROUPS = ("git", "packages", "machine", "data", "prepared_by", "world", "job")
 ENTRY_TYPES: dict[str, type] = dict.fromkeys(GROUPS, dict) | {"argv": list, "history": list}
 """Expected types of the entries of meta.json that are dicts or lists."""
-JOB_TYPES: dict[str, Any] = {"id": str, "scheduler": str, "logs": str | None, "profile": dict | None}
+JOB_TYPES: dict[str, Any] = {
+    "id": str,
+    "scheduler": str,
+    "cluster": str | None,
+    "logs": str | None,
+    "profile": dict | None,
+}
 METADATA_FORMAT = 2  # format of meta.json
 
 

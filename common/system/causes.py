@@ -47,6 +47,8 @@ class Cause(enum.StrEnum):
     """The SLURM controller does not respond."""
     UNKNOWN_JOB = "unknown_job"
     """The SLURM controller does not know the job."""
+    NO_CONFIGURATION = "no_configuration"
+    """The commands of SLURM find no configuration."""
 
 
 PEER_CAUSES = frozenset({Cause.TIMEOUT, Cause.SILENT_RANK, Cause.LOST_PEER, Cause.UNREACHABLE})

@@ -62,7 +62,11 @@ JOB_STATE_CAUSES = {
     "OUT_OF_MEMORY": Cause.JOB_OUT_OF_MEMORY,
     "OUT_OF_ME": Cause.JOB_OUT_OF_MEMORY,  # abbreviated by squeue
 }
-SLURM_OUTPUT_PATTERNS = ((r"is DOWN", Cause.CONTROLLER_DOWN), (r"Invalid job id", Cause.UNKNOWN_JOB))
+SLURM_OUTPUT_PATTERNS = (
+    (r"is DOWN", Cause.CONTROLLER_DOWN),
+    (r"Invalid job id", Cause.UNKNOWN_JOB),
+    (r"Could not establish a configuration source", Cause.NO_CONFIGURATION),
+)
 
 SOURCE_ERRORS = (
     AssertionError,

@@ -32,6 +32,7 @@ from common.data.prepare import PreparedDataset
 from common.runs import provenance, result
 from common.runs.folder import RunFolder, convert_disk_errors
 from common.system.errors import UserError
+from configs.dataparallel import count_spare_hosts
 from configs.profile import Profile
 from configs.shared import Experiment
 from slurm.arguments import split_experiment_and_cluster_settings
@@ -55,7 +56,8 @@ def find_repeatable_run(run: str) -> RunFolder:
     folder = selection.find_run_of_experiment(run, Path("runs"))
     state, _ = status.read_state(folder)
     if state not in status.FINAL_STATES:
-        raise UserError(f"{folder.path.name} is {state}; wait until the run has ended (make status RUN={run} WAIT=600)")
+        command = f"make status RUN={shlex.quote(run)} WAIT=600"
+        raise UserError(f"{folder.path.name} is {state}; wait until the run has ended ({command})")
     if not (folder.path / "code" / "experiments" / f"{folder.experiment}.py").is_file():
         raise UserError(f"{folder.path} no longer has its source code in code/ and cannot be repeated; start a new run")
     check_source(folder)
@@ -287,7 +289,7 @@ def main(args: argparse.Namespace) -> int:
         text = resolve_settings(old, arguments + absolute_paths)
         settings = build_config_from_known_keys(old.experiment, text)
         submit.check_step_timeout(settings, profile)
-        scheduler.check_enough_hosts(settings.launch.nodes, profile.partition)
+        scheduler.check_enough_hosts(settings.launch.nodes, profile.partition, count_spare_hosts(settings))
 
     overridden = parse_command_line(arguments).values
     old_code = old.path / "code"

@@ -24,7 +24,7 @@ from configs.strategies import Settings, Strategies
 from configs.sweeps import strategies as strategy_grid
 from slurm.arguments import check_experiment_name, parse_count
 from slurm.launch.sweep_file import SweepPlan, SweepPoint, make_point
-from slurm.launch.sweep_folder import REFUSED, SweepFolder, format_settings
+from slurm.launch.sweep_folder import DEVICE_KEY, REFUSED, SweepFolder, format_settings
 from slurm.reports import strategies as strategy_report
 
 GRID_FILE = Path("configs", "sweeps", "strategies.py")
@@ -135,7 +135,7 @@ def choose_device(launch: Launch, ranks: int) -> dict[str, str]:
     gpus = provenance.count_visible_gpus()
     if not gpus or launch.device != "auto" or launch.mixed or launch.excludes_gpus:
         return {}
-    return {"launch.device": "cuda" if gpus >= ranks else "cpu"}
+    return {DEVICE_KEY: "cuda" if gpus >= ranks else "cpu"}
 
 
 def parse_nodes(given_settings: Settings) -> int:

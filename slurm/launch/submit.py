@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint import extension
 from common.config import config, config_keys, custom_code
@@ -29,7 +30,7 @@ from common.runs.resolved_settings import record_resolved_settings
 from common.runs.tracking import wandb_account
 from common.system.errors import RunTakenError, UserError
 from common.system.text import format_count, read_text_or_empty
-from configs.dataparallel import RanksPerNode, get_enabled_elastic_settings
+from configs.dataparallel import RanksPerNode, count_spare_hosts, get_enabled_elastic_settings
 from configs.fields import find_group
 from configs.profile import Profile
 from configs.shared import Experiment
@@ -223,8 +224,14 @@ def submit_prepared_run(
         sbatch.write_settings_and_retire_result(folder, text)
         job = sbatch.submit_job(executor)
     with name_job_on_error(job, scheduler):
-        provenance.update_metadata(folder, job={"id": job, "scheduler": scheduler.name, "profile": vars(profile)})
+        provenance.update_metadata(folder, job=make_job_facts(job, scheduler, profile))
     return job
+
+
+def make_job_facts(job: str, scheduler: Scheduler, profile: Profile) -> dict[str, Any]:
+    """Return what meta.json records of a job."""
+    cluster = scheduler.read_cluster_name()
+    return {"id": job, "scheduler": scheduler.name, "cluster": cluster, "profile": vars(profile)}
 
 
 def make_run_executor(
@@ -368,8 +375,7 @@ def main(args: argparse.Namespace) -> int:
     check_step_timeout(settings, profile)
     if resumed:
         check_source_knows_settings(resumed, arguments)
-    elastic = get_enabled_elastic_settings(settings)
-    scheduler.check_enough_hosts(settings.launch.nodes, profile.partition, elastic.spares if elastic else 0)
+    scheduler.check_enough_hosts(settings.launch.nodes, profile.partition, count_spare_hosts(settings))
     settings = resolve_processes_per_node(settings, profile)
     folder, job = submit_run(name, settings, profile, scheduler, resumed)
     print_job(folder, settings, job, scheduler)

@@ -151,8 +151,8 @@ def submit_points_as_array(
         array = jobs[0].partition("_")[0]
         with submit.name_job_on_error(array, scheduler):
             for folder, job in zip(folders, jobs, strict=True):
-                facts = {"id": job, "scheduler": scheduler.name, "profile": vars(profile), "logs": str(executor.folder)}
-                provenance.update_metadata(folder, job=facts)
+                facts = submit.make_job_facts(job, scheduler, profile)
+                provenance.update_metadata(folder, job=facts | {"logs": str(executor.folder)})
     parallel = min(sweep.plan.parallel, len(folders))
     print(
         f"  job {array} on {scheduler.name}: array of {len(folders)} jobs, at most {parallel} at a time, "

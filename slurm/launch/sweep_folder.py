@@ -22,6 +22,8 @@ from slurm.reports import selection, status
 
 REFUSED = "REFUSED"
 """State of a strategy that its run has refused, for example because a custom network does not have what it needs."""
+DEVICE_KEY = "launch.device"
+"""Setting that a sweep over strategies chooses on the machine that starts it."""
 
 
 class SweepFolder:
@@ -152,6 +154,11 @@ def check_same_sweep(content: dict[str, Any], plan: SweepPlan) -> None:
     settings = content.get("settings", plan.settings)
     changed = {key: value for key, value in settings.items() if plan.settings.get(key) != value}
     added = {key: value for key, value in plan.settings.items() if key not in settings}
+    is_device_chosen = plan.compares_strategies and {*changed, *added} == {DEVICE_KEY}
+    if is_device_chosen:  # a sweep whose ARGS contain the device has another name
+        difference = f"with {format_settings(changed)}" if changed else f"without {format_settings(added)}"
+        remedy = "repeat the command there, or set ARGS=seed=1 to start a new sweep here"
+        raise UserError(f"the sweep {plan.name} was started on another machine, {difference}; {remedy}")
     if changed:
         text = format_settings(changed)
         remedy = f"use ARGS={shlex.quote(text)}"

@@ -30,10 +30,16 @@ MUNGE_PACKAGES = {"munge": ("munged",)}
 
 SACCT_SCRIPT = r"""#!/bin/sh
 # Replacement for sacct on clusters without accounting. This script prints the jobs that the controller remembers, in
-# the format of `sacct --parsable2 -o JobID,State,NodeList`.
+# the format of `sacct --parsable2`. It knows the fields JobID, State and NodeList.
 jobs=
+fields=JobID,State,NodeList
+header=1
 while [ $# -gt 0 ]; do
   case $1 in
+    -n|--noheader) header= ;;
+    -o|--format) fields=$2; shift ;;
+    -o*) fields=${1#-o} ;;
+    --format=*) fields=${1#--format=} ;;
     -j|--jobs) jobs="$jobs $(echo "$2" | tr , ' ')"; shift ;;
     -j*) jobs="$jobs $(echo "${1#-j}" | tr , ' ')" ;;
     --jobs=*) jobs="$jobs $(echo "${1#--jobs=}" | tr , ' ')" ;;
@@ -41,8 +47,11 @@ while [ $# -gt 0 ]; do
   shift
 done
 if [ -n "$jobs" ]; then for job in $jobs; do scontrol -o show job "$job" 2>/dev/null; done
-else scontrol -o show job; fi | awk '
-  BEGIN { print "JobID|State|NodeList" }
+else scontrol -o show job; fi | awk -v fields="$fields" -v header="$header" '
+  BEGIN {
+    count = split(fields, names, ",")
+    if (header) { gsub(",", "|", fields); print fields }
+  }
   /^JobId=/ {
     split("", value)
     for (i = 1; i <= NF; i++) { at = index($i, "="); if (at) value[substr($i, 1, at - 1)] = substr($i, at + 1) }
@@ -52,7 +61,12 @@ else scontrol -o show job; fi | awk '
       id = value["ArrayJobId"] "_" (task ~ /^[0-9]+$/ ? task : "[" task "]")
     }
     nodes = value["NodeList"]
-    print id "|" value["JobState"] "|" (nodes == "" || nodes == "(null)" ? "None assigned" : nodes)
+    shown["JobID"] = id
+    shown["State"] = value["JobState"]
+    shown["NodeList"] = nodes == "" || nodes == "(null)" ? "None assigned" : nodes
+    line = shown[names[1]]
+    for (i = 2; i <= count; i++) line = line "|" shown[names[i]]
+    print line
   }'
 """
 

@@ -79,11 +79,12 @@ def withdraw_result(folder: RunFolder, written: Mapping[str, Any]) -> None:
 def cancel_jobs(folder: RunFolder, meta: dict[str, Any]) -> Iterator[str]:
     """Cancel all jobs that may train a run, and yield a message about each job.
 
-    Raises UserError if scancel fails.
+    Raises UserError if scancel fails, or if the jobs belong to another SLURM cluster.
     """
     scheduler = find_scheduler(meta)
     if scheduler is None:  # the local cluster is down, so its jobs have ended
         return
+    scheduler.check_cluster(meta["job"]["id"])
     for job in list_jobs_of_run(folder, meta["job"]["id"]):
         try:
             scheduler.run_command("scancel", job)

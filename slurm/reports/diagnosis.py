@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import signal
 import time
 from typing import Any
@@ -291,7 +292,7 @@ def choose_resume_command(folder: RunFolder, cause: Cause) -> str:
 
     If the source code of the run has an error, the command starts a new run. The returned text may also contain advice.
     """
-    resume = f"make exp RESUME={folder.reference}"
+    resume = f"make exp RESUME={shlex.quote(folder.reference)}"
     if cause is Cause.SOURCE_ERROR:
         command = provenance.format_new_run_command(folder)
         return f"{command} after fixing the error ({provenance.describe_old_source(folder)})"

@@ -103,7 +103,7 @@ def check_this_host(nodes: int, settings: DoctorSettings) -> int:
 
 
 def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
-    """Return the srun command that starts ranks on `nodes` hosts."""
+    """Return the srun command that starts ranks on `nodes` hosts. The command of a rank must follow it."""
     options: dict[str, object] = {
         "nodes": nodes,
         "ntasks-per-node": profile.ranks_per_node,
@@ -112,8 +112,11 @@ def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
         "time": 10,
         "job-name": job_name,
     }
-    options |= sbatch.make_host_and_gpu_options(profile)
-    return ["srun", *(f"--{option}={value}" for option, value in options.items())]
+    options |= sbatch.make_resource_options(profile)
+    srun = ["srun", *(f"--{option}={value}" for option, value in options.items()), *profile.container]
+    if profile.setup:
+        srun += ["bash", "-c", "\n".join([*profile.setup, 'exec "$@"']), "bash"]
+    return srun
 
 
 def describe_down_hosts(scheduler: Scheduler, nodes: int, partition: str) -> list[str]:
@@ -146,6 +149,17 @@ def list_job_hosts(scheduler: Scheduler, job_name: str) -> list[str]:
     return []
 
 
+def end_check(process: subprocess.Popen[str], scheduler: Scheduler | None, job_name: str) -> None:
+    """Cancel the job that checks the hosts, and end the process that waits for it."""
+    if scheduler is not None:
+        with contextlib.suppress(UserError):
+            scheduler.run_command("scancel", f"--name={job_name}")
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5)
+    process.kill()
+
+
 def run_ranks_and_read_report(command: list[str], scheduler: Scheduler | None, job_name: str) -> dict[str, Any]:
     """Run the command that starts the ranks, and return the report that rank 0 prints.
 
@@ -161,19 +175,19 @@ def run_ranks_and_read_report(command: list[str], scheduler: Scheduler | None, j
         # A thread reads the output, so that this process can stop waiting for a host that does not respond.
         reader = threading.Thread(target=lines.extend, args=(process.stdout,), daemon=True)
         reader.start()
-        reader.join(QUEUE_CHECK_SECONDS)
-        if reader.is_alive() and scheduler is not None:
-            hosts = list_job_hosts(scheduler, job_name)
-        reader.join(REPORT_TIMEOUT)
+        try:
+            reader.join(QUEUE_CHECK_SECONDS)
+            if reader.is_alive() and scheduler is not None:
+                hosts = list_job_hosts(scheduler, job_name)
+            reader.join(REPORT_TIMEOUT)
+        except KeyboardInterrupt:  # srun ignores the first Ctrl-C
+            end_check(process, scheduler, job_name)
+            raise
         has_timed_out = reader.is_alive()
         if has_timed_out:
             if scheduler is not None:
                 hosts = hosts or list_job_hosts(scheduler, job_name)
-                with contextlib.suppress(UserError):
-                    scheduler.run_command("scancel", f"--name={job_name}")
-            process.terminate()
-            reader.join(5)
-            process.kill()
+            end_check(process, scheduler, job_name)
 
     for line in lines:
         if line.startswith(FACTS_MARK):

@@ -139,6 +139,9 @@ def read_state_and_cause(folder: RunFolder, timeout: float = COMMAND_TIMEOUT) ->
         return *read_final_state(result), results.read_cause(result)
     state, detail, cause = find_state_without_result(folder, timeout)
     if state in FINAL_STATES and (folder.path / "result.json").exists():
+        result = folder.result
+        if result:  # the run has ended while SLURM was queried
+            return *read_final_state(result), results.read_cause(result)
         detail = f"result.json is damaged; {detail}"
     return state, detail, cause
 
@@ -238,7 +241,7 @@ def find_scheduler(meta: dict[str, Any]) -> Scheduler | None:
     """
     name = str(meta["job"]["scheduler"])
     if not name.startswith(LOCAL_CLUSTER_NAME):
-        return Scheduler(name)
+        return Scheduler(name, required_cluster=meta["job"].get("cluster") or "")
     local_cluster = cluster.find_running_cluster(name.removeprefix(LOCAL_CLUSTER_NAME).strip() or cluster.DEFAULT_NAME)
     return Scheduler(name, local_cluster) if local_cluster else None
 

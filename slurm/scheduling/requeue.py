@@ -141,8 +141,9 @@ def requeue_job_or_record_failure(folder: RunFolder, scheduler: Scheduler, job: 
                 return EXIT_RESUMABLE
             reason = f"the job cannot be requeued: {error}"
     cause = read_cause_of_failure(folder)
-    Result("failed", status or 1, reason, folder.find_last_step(), cause).write_once(folder)
-    provenance.record_attempt_end(folder, "failed")
+    state = "preempted" if status in REQUESTED_STOP_STATUSES else "failed"
+    Result(state, status or 1, reason, folder.find_last_step(), cause).write_once(folder)
+    provenance.record_attempt_end(folder, state)
     print(f"not requeued: {reason}", file=sys.stderr)
     return status or 1
 

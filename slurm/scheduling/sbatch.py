@@ -9,6 +9,7 @@ import re
 import secrets
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -96,22 +97,22 @@ def make_submitit_parameters(
         "time": profile.time,
         "signal_delay_s": profile.signal_seconds,
         "stderr_to_stdout": True,
-        "wckey": profile.wckey or None,
+        "wckey": None,  # Submitit would request a key of its own
         "setup": setup + profile.setup,
         "teardown": [teardown],
         "srun_args": srun_args,
         "additional_parameters": sbatch_options,
     }
-    if profile.memory_gb:
-        parameters["mem"] = f"{round(profile.memory_gb * 1024)}M"
-    for key, value in make_host_and_gpu_options(profile).items():
+    for key, value in make_resource_options(profile).items():
         parameters[key.replace("-", "_")] = value
     return parameters
 
 
-def make_host_and_gpu_options(profile: Profile) -> dict[str, str]:
-    """Return the sbatch and srun options for the host and GPU settings that the profile specifies."""
-    options = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude")}
+def make_resource_options(profile: Profile) -> dict[str, str]:
+    """Return the sbatch and srun options for the hosts, memory and GPUs that the profile specifies."""
+    options = {key: getattr(profile, key) for key in ("partition", "account", "qos", "constraint", "exclude", "wckey")}
+    if profile.memory_gb:
+        options["mem"] = f"{round(profile.memory_gb * 1024)}M"
     if profile.gpus:
         prefix = "gpu:" if profile.gpus_as == "gres" else ""
         gpu_type = f"{profile.gpu_type}:" if profile.gpu_type else ""
@@ -250,6 +251,15 @@ def submit_job(executor: Executor) -> str:
         return str(executor.submit(make_job_reference(executor.run_folder)).job_id)
 
 
+def find_sbatch_problem(error: Exception) -> str:
+    """Return the message of sbatch, or of a program that replaces it, in one line. Without a message, say so."""
+    process = error.__cause__
+    lines = str(error).splitlines()
+    if not lines and isinstance(process, subprocess.CalledProcessError):
+        lines = str(process.output or "").splitlines() or [f"sbatch ended with status {process.returncode}"]
+    return " ".join(line for line in lines if line.startswith("sbatch:")) or " ".join(lines[-1:])
+
+
 @contextlib.contextmanager
 def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
     """Convert errors from sbatch to UserErrors inside the block.
@@ -268,9 +278,12 @@ def convert_sbatch_errors(executor: Executor) -> Iterator[None]:
     except FileNotFoundError as error:
         raise UserError(f"{error.filename} is not installed here; use a login node, or LAUNCH=local") from None
     except utils.FailedJobError as error:
-        lines = str(error).splitlines()
-        problem = " ".join(line for line in lines if line.startswith("sbatch:")) or lines[-1]
-        raise UserError(f"{executor.scheduler.name} rejected the job: {problem}") from None
+        raise UserError(f"{executor.scheduler.name} rejected the job: {find_sbatch_problem(error)}") from None
+    except utils.FailedSubmissionError as error:
+        problem = " ".join(str(error).split())
+        remedy = "check with squeue --me whether there is a new job, and cancel it with scancel"
+        name = executor.scheduler.name
+        raise UserError(f"{name}: the output of sbatch has no job id ({problem}); {remedy}") from None
     finally:
         os.environ.clear()
         os.environ.update(environ)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -33,10 +34,23 @@ SLOW_FAILURE_SECONDS = 1.0
 """If a query fails after more than this many seconds, it is not repeated for COOLDOWN_SECONDS."""
 COOLDOWN_SECONDS = 15.0
 CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
-ENDED_JOB_STATES = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED"}
+"""Paths of slurm.conf in packages."""
+RELATIVE_CONFIGURATIONS = ("etc/slurm.conf", "etc/slurm/slurm.conf")
+"""Paths of slurm.conf relative to the folder in which SLURM is installed from its source code."""
+PACKAGE_INSTALLATION = Path("/usr")
+ENDED_JOB_STATES = {"COMPLETED": "LOST", "CANCELLED": "CANCELLED", "PREEMPTED": "PREEMPTED"}
 """State of a run without a result, by the state of its ended job. For other job states, the state is FAILED."""
-PENDING_JOB_STATES = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESIZING")
-RUNNING_JOB_STATES = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
+PENDING_JOB_STATES = (
+    "PENDING",
+    "CONFIGURING",
+    "REQUEUED",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "RESV_DEL_HOLD",
+    "SPECIAL_EXIT",
+)
+RUNNING_JOB_STATES = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
+"""States in which a job has hosts. The processes of a stopped or suspended job continue later."""
 ALLOCATION_VARIABLE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
 """Prefixes of variables that an allocation or launcher sets and that must not reach a nested job."""
 LAUNCHER_VARIABLES = (
@@ -54,6 +68,8 @@ QUEUE_CACHE: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
 """Time at which the queue was listed, and the state and reason of each job in it."""
 FAILURE_CACHE: dict[tuple[str, ...], tuple[float, str]] = {}
 """Time and error message of the latest slow failure."""
+CLUSTER_NAME_CACHE: dict[tuple[str, ...], str] = {}
+"""Name of the SLURM cluster."""
 
 
 class CommandError(UserError):
@@ -85,6 +101,11 @@ class Scheduler:
 
     name: str
     local: cluster.Cluster | None = None
+    required_cluster: str = ""
+    """Name of the SLURM cluster on which a job was submitted. An empty value means that any cluster may have the job.
+
+    Clusters with a common file system have jobs with the same ids.
+    """
 
     def build_command(self, *command: str) -> list[str]:
         """Return the argv that runs a SLURM command from this process."""
@@ -142,9 +163,12 @@ class Scheduler:
         """Return whether the controller is down. Returns False if `scontrol ping` takes more than a second."""
         try:
             answer = self.run_command("scontrol", "ping", timeout=1.0)
-            return foreign_text.classify_slurm_output(answer) is Cause.CONTROLLER_DOWN
-        except UserError as error:
-            return error.cause is Cause.CONTROLLER_DOWN
+        except CommandError as error:
+            answer = error.output
+        except UserError:
+            return False
+        is_one_down = foreign_text.classify_slurm_output(answer) is Cause.CONTROLLER_DOWN
+        return is_one_down and not foreign_text.is_controller_up(answer)  # a backup controller may be up
 
     def run_query(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Run a query and return its output. Raises UserError if the query fails.
@@ -184,12 +208,37 @@ class Scheduler:
         QUEUE_CACHE[key] = time.monotonic(), jobs
         return jobs
 
+    def read_cluster_name(self) -> str:
+        """Return the name of the SLURM cluster, or an empty string if it is a local cluster or does not answer."""
+        if self.local is not None:
+            return ""
+        key = tuple(self.build_command("scontrol"))
+        if key not in CLUSTER_NAME_CACHE:
+            try:
+                configuration = self.run_query("scontrol", "show", "config", timeout=STATUS_TIMEOUT)
+            except UserError:
+                return ""
+            match = re.search(r"^ClusterName\s*=\s*(\S+)", configuration, re.MULTILINE)
+            CLUSTER_NAME_CACHE[key] = match[1] if match else ""
+        return CLUSTER_NAME_CACHE[key]
+
+    def check_cluster(self, job: str) -> None:
+        """Raise UserError if a job belongs to another SLURM cluster than the one that this host uses."""
+        name = self.read_cluster_name() if self.required_cluster else ""
+        if name and name != self.required_cluster:
+            problem = f"job {job} belongs to the SLURM cluster {self.required_cluster}, but this host uses {name}"
+            raise UserError(f"{problem}; use a login node of {self.required_cluster}")
+
     def read_job_state(self, job: str, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str, Cause]:
         """Return the state of a run, a description of its job, and the cause of a failure.
 
         SLURM reports the state of the job with squeue, scontrol, or sacct. The state of the run is LOST if SLURM does
-        not know the job, and UNKNOWN if all queries fail.
+        not know the job, and UNKNOWN if all queries fail or the job belongs to another SLURM cluster.
         """
+        try:
+            self.check_cluster(job)
+        except UserError as error:
+            return "UNKNOWN", str(error), Cause.OTHER
         queries = (
             ("squeue",),
             ("scontrol", "-o", "show", "job", job),
@@ -220,7 +269,7 @@ class Scheduler:
             if state in PENDING_JOB_STATES:
                 return "PENDING", f"job {job} {reason}".strip(), Cause.OTHER
             if state in RUNNING_JOB_STATES:
-                return "RUNNING", f"job {job}", Cause.OTHER
+                return "RUNNING", f"job {job}" if state == "RUNNING" else f"job {job} {state}", Cause.OTHER
             if state:
                 run_state = ENDED_JOB_STATES.get(state, "FAILED")
                 return run_state, f"job {job} {state}{note}", foreign_text.classify_job_state(state)
@@ -267,13 +316,26 @@ def parse_job_fields(text: str) -> dict[str, str]:
     return dict(field.partition("=")[::2] for field in text.split())
 
 
-def is_slurm_configured() -> bool:
-    """Return whether sbatch is installed and SLURM is configured. Debian installs sbatch without a configuration."""
-    if shutil.which("sbatch") is None:
+def is_slurm_configured(sbatch: str, *, is_required: bool) -> bool:
+    """Return whether SLURM is configured. Debian installs sbatch without a configuration.
+
+    `sbatch` is the path of the program. If there is no file slurm.conf, hosts may get the configuration from the
+    controller. `scontrol ping` then shows whether there is a configuration. Since this may take several seconds without
+    a network, the command is executed only if the user requires SLURM or the program is not from a package.
+    """
+    if path := os.environ.get("SLURM_CONF"):
+        return Path(path).exists()
+    installation = Path(sbatch).resolve().parent.parent
+    paths = [*CONFIGURATIONS, *(installation / path for path in RELATIVE_CONFIGURATIONS)]
+    if any(Path(path).exists() for path in paths):
+        return True
+    if not is_required and installation == PACKAGE_INSTALLATION:
         return False
-    path = os.environ.get("SLURM_CONF")
-    paths = [path] if path else CONFIGURATIONS
-    return any(Path(path).exists() for path in paths)
+    try:
+        Scheduler("SLURM").run_command("scontrol", "ping")
+    except UserError as error:
+        return error.cause is not Cause.NO_CONFIGURATION
+    return True
 
 
 def choose_scheduler(launch: str) -> Scheduler | None:
@@ -293,9 +355,12 @@ def choose_scheduler(launch: str) -> Scheduler | None:
     if local is not None:
         is_default = local.plan.name == cluster.DEFAULT_NAME
         return Scheduler(LOCAL_CLUSTER_NAME if is_default else f"{LOCAL_CLUSTER_NAME} {local.plan.name}", local)
-    if is_slurm_configured():
+    sbatch = shutil.which("sbatch")
+    if sbatch is not None and is_slurm_configured(sbatch, is_required=launch == "slurm"):
         return Scheduler("SLURM")
     if launch == "auto":
         return None
-    problem = "sbatch is not installed" if shutil.which("sbatch") is None else "SLURM is not configured"
-    raise UserError(f"LAUNCH=slurm, but {problem} here; use a login node, or start a local cluster: make cluster-up")
+    problem = "sbatch is not installed here; use a login node"
+    if sbatch is not None:
+        problem = "SLURM is not configured here; use a login node, set SLURM_CONF to the path of slurm.conf"
+    raise UserError(f"LAUNCH=slurm, but {problem}, or start a local cluster: make cluster-up")

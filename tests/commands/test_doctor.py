@@ -9,6 +9,8 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from common.system.errors import UnreachableError
 from common.system.foreign_text import classify_recorded_text
 from common.training import attempt
 from common.training.host_checks import find_problems
+from configs.profile import Profile
 from slurm.reports import diagnosis, rank_logs
 from slurm.reports import doctor as checks
 from slurm.reports.heartbeats import Heartbeat, find_slow_rank
@@ -72,6 +75,27 @@ HOST_FAULTS = {
     "times: [130.0, 131.0, 132.0]": "node3 (rank 2): its clock differs by +30.0 s from other hosts",
     "times: [130.0, 101.0, 132.0]": "",
 }
+
+
+def test_hosts_are_checked_with_the_resources_and_commands_of_a_job() -> None:
+    profile = Profile(memory_gb=2, wckey="team", setup=["GREETING=hello"], container=["--container-image=a.sqsh"])
+    command = checks.make_srun_command(profile, 2, "doctor-1")
+    assert {"--mem=2048M", "--wckey=team", "--container-image=a.sqsh"} < set(command)
+    shell = command[command.index("bash") :]
+    printed = subprocess.run([*shell, "sh", "-c", "echo $0 $1", "a b", "c"], capture_output=True, text=True, check=True)
+    assert printed.stdout == "a b c\n"
+    assert "GREETING=hello\n" in shell[2]
+
+
+def test_ctrl_c_ends_a_check_of_a_host_that_does_not_respond() -> None:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checks.run_ranks_and_read_report(["sleep", "3600"], None, "")
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @pytest.mark.parametrize("fault, message", HOST_FAULTS.items())

@@ -74,7 +74,7 @@ def call_main(
     fake: FakeSlurm, main: Callable[[list[str]], int], *arguments: str, status: int | None = 0, **env: str
 ) -> Completed:
     """Call the main() of a command in this process, without cached outputs of SLURM. This is faster than a fork."""
-    with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}):
+    with mock.patch.multiple(scheduler, FAILURE_CACHE={}, QUEUE_CACHE={}, CLUSTER_NAME_CACHE={}):
         return in_process_calls.call_main(main, *arguments, cwd=ROOT, status=status, **fake.make_environment(**env))
 
 

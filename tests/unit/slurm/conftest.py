@@ -24,6 +24,7 @@ def fake_here(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     monkeypatch.setenv("PATH", f"{fake.bin_folder}:{os.environ['PATH']}")
     monkeypatch.setattr(scheduler, "FAILURE_CACHE", {})
     monkeypatch.setattr(scheduler, "QUEUE_CACHE", {})
+    monkeypatch.setattr(scheduler, "CLUSTER_NAME_CACHE", {})
     return fake
 
 

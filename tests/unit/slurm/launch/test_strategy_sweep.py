@@ -19,6 +19,7 @@ from slurm.launch.strategy_sweep import (
     print_refused,
 )
 from slurm.launch.sweep_file import SweepPlan
+from slurm.launch.sweep_folder import SweepFolder
 
 NAME = "ddp_multinode"
 
@@ -89,6 +90,22 @@ def test_jobs_of_a_cluster_choose_their_device(runs_here: bool, monkeypatch: pyt
     monkeypatch.setattr(provenance, "count_visible_gpus", lambda: 2)
     sweep = plan_strategies(StrategyRequest("resnet_modelparallel", "2", ""), ["model=toy"], runs_here=runs_here)
     assert ("launch.device" in sweep.settings) == runs_here
+
+
+def test_a_sweep_is_not_continued_on_another_type_of_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = StrategyRequest("resnet_modelparallel", "2", "")
+    plans = []
+    for gpus in (0, 1, 2):
+        monkeypatch.setattr(provenance, "count_visible_gpus", lambda count=gpus: count)
+        plans.append(plan_strategies(request, ["model=toy"]))
+    without_gpus, with_one_gpu, with_two_gpus = plans
+    SweepFolder(tmp_path, with_one_gpu).save()
+    remedy = "; repeat the command there, or set ARGS=seed=1 to start a new sweep here"
+    with pytest.raises(UserError, match=rf"on another machine, with launch\.device=cpu{remedy}"):
+        SweepFolder(tmp_path, with_two_gpus)
+    with pytest.raises(UserError, match=rf"on another machine, with launch\.device=cpu{remedy}"):
+        SweepFolder(tmp_path, without_gpus)
+    SweepFolder(tmp_path, with_one_gpu)
 
 
 INVALID_REQUESTS = {

@@ -62,6 +62,12 @@ def test_the_folder_of_a_submitted_run_contains_all_that_the_job_needs(
     assert re.search(r"nodes: 2", (folder.path / "config.yaml").read_text())
 
 
+def test_the_cluster_of_a_job_is_recorded(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    fake.define_command("scontrol", "echo 'Slurmctld(primary) at ctl is UP'; echo 'ClusterName = first'")
+    call_slurm(fake, *list_arguments(cache, runs))
+    assert provenance.read_metadata(find_only_run(runs))["job"]["cluster"] == "first"
+
+
 def test_a_job_uses_copies_of_custom_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     data_set = write_example(tmp_path)
@@ -230,6 +236,9 @@ SLURM_ERRORS = [
     ("scontrol", "echo 'slurm_load: Unable to contact controller' >&2; exit 1", "Unable to contact"),
     ("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1", "invalid partition specified: x"),
     ("sbatch", "echo 'sbatch: error: More processors requested than permitted' >&2; exit 1", "More processors"),
+    ("sbatch", "echo 'use the partition long'; exit 1", "SLURM rejected the job: use the partition long"),
+    ("sbatch", "exit 3", "SLURM rejected the job: sbatch ended with status 3"),
+    ("sbatch", "echo accepted", "the output of sbatch has no job id ("),
 ]
 
 
@@ -278,6 +287,17 @@ def test_launch_slurm_requires_its_configuration(fake: FakeSlurm, cache: Path, r
     fake.slurm_conf.unlink()
     process = call_slurm(fake, *list_arguments(cache, runs, "--launch=slurm"), status=2)
     assert "SLURM is not configured here" in process.stderr
+
+
+def test_slurm_that_is_installed_from_source_is_found(fake: FakeSlurm, cache: Path, runs: Path) -> None:
+    fake.slurm_conf.unlink()
+    arguments = list_arguments(cache, runs)
+    configuration = fake.bin_folder.parent / "etc" / "slurm.conf"
+    configuration.parent.mkdir()
+    configuration.touch()
+    environ = fake.make_environment()
+    del environ["SLURM_CONF"]
+    assert "job 4711 on SLURM" in in_process_calls.call_main(slurm_main, *arguments, cwd=ROOT, **environ).stdout
 
 
 def test_an_unknown_launch_is_refused(fake: FakeSlurm, cache: Path, runs: Path) -> None:

@@ -183,3 +183,7 @@ def test_the_replacement_for_sacct_prints_the_rows_of_sacct(options: str, rows: 
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     assert process.stdout.splitlines() == ["JobID|State|NodeList", *rows]
+
+    command = [str(sacct), "-n", "-X", "-P", *options.split(), "-o", "State"]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert process.stdout.splitlines() == [row.split("|")[1] for row in rows]

@@ -90,10 +90,14 @@ STATES_BY_ANSWERS = [
     ("echo '4711|PENDING|Resources'", "", "", "PENDING", 0),
     ("echo '4711|RUNNING|None'", "", "", "RUNNING", 0),
     ("echo '47|PENDING|None'", "", "", "RUNNING", 0),  # another job; scontrol knows that of the run
+    ("echo '4711|STOPPED|None'", "", "", "RUNNING", 0),
+    ("echo '4711|SUSPENDED|None'", "", "", "RUNNING", 0),
+    ("echo '4711|SPECIAL_EXIT|Resources'", "", "", "PENDING", 0),
     ("exit 1", "echo JobId=1 JobState=RUNNING", "", "RUNNING", 0),
     ("true", "exit 1", "echo FAILED", "FAILED", 1),
     ("true", "exit 1", "echo 'CANCELLED by 0'", "CANCELLED", 0),
     ("true", "exit 1", "echo COMPLETED", "LOST", 1),
+    ("true", "exit 1", "echo PREEMPTED", "PREEMPTED", 0),
     ("true", "exit 1", "exit 1", "LOST", 1),
     ("exit 1", "exit 1", "exit 1", "UNKNOWN", 0),
 ]
@@ -167,6 +171,40 @@ def test_status_does_not_wait_for_a_controller_that_is_down(fake_here: FakeSlurm
     assert state == "UNKNOWN"
     assert detail == "SLURM: the controller is down"
     assert time.monotonic() - start < scheduler.STATUS_TIMEOUT, "about 2 s"
+
+
+def test_a_backup_controller_replaces_the_one_that_is_down(fake: FakeSlurm, runs: Path) -> None:
+    write_submitted_run(runs, "1")
+    fake.define_command("squeue", "sleep 2.5; echo '1|RUNNING|None'")
+    answer = "Slurmctld(primary) at first is DOWN\\nSlurmctld(backup) at second is UP\\n"
+    for exit_status in (0, 1):
+        fake.define_command("scontrol", f"printf '{answer}'; exit {exit_status}")
+        process = call_slurm(fake, "status", f"--runs-folder={runs}")
+        assert " RUNNING " in process.stdout, process.stdout
+
+
+def test_the_state_of_a_job_on_another_cluster_is_unknown(fake: FakeSlurm, runs: Path) -> None:
+    """Clusters that share a file system have jobs with the same ids."""
+    folder = write_submitted_run(runs, "1")
+    job = {"id": "1", "scheduler": "SLURM", "cluster": "first"}
+    write_json(folder.path / "meta.json", {"job": job})
+    fake.define_command("scontrol", "echo 'ClusterName             = second'")
+    problem = "job 1 belongs to the SLURM cluster first, but this host uses second; use a login node of first"
+    output = call_slurm(fake, "status", "--", str(folder.path)).stdout
+    assert " UNKNOWN " in output
+    assert problem in output
+    assert call_slurm(fake, "cancel", "--", str(folder.path), status=2).stderr == f"error: {problem}\n"
+    fake.define_command("scontrol", "echo 'ClusterName             = first'")
+    fake.define_command("squeue", "echo '1|RUNNING|None'")
+    assert " RUNNING " in call_slurm(fake, "status", "--", str(folder.path)).stdout
+
+
+def test_a_run_that_finishes_during_a_slow_query_is_finished(fake_here: FakeSlurm, runs: Path) -> None:
+    folder = write_submitted_run(runs, "1")
+    result = folder.path / "result.json"
+    write_result = f"""echo '{{"format": 2, "state": "finished", "exit_status": 0}}' >{result}"""
+    fake_here.define_command("squeue", f"{write_result}; echo '1|COMPLETED|None'")
+    assert status.read_state(folder)[0] == "FINISHED"
 
 
 def test_a_run_in_an_unknown_state_may_still_be_running(fake: FakeSlurm, runs: Path) -> None:

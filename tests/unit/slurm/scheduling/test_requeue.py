@@ -91,12 +91,12 @@ def test_a_requeue_by_slurm_itself_is_no_failure(fake: FakeSlurm, job_folder: Ru
     assert not job_folder.result
 
 
-def test_a_refused_requeue_is_the_reason_of_the_failure(fake: FakeSlurm, job_folder: RunFolder) -> None:
+def test_a_stopped_run_whose_requeue_is_refused_can_be_resumed(fake: FakeSlurm, job_folder: RunFolder) -> None:
     answer_with_states(fake, SAME_START, requeue_command="echo 'requeue is disabled' >&2; exit 1")
     execute_module(
         fake, "slurm.scheduling.requeue", str(job_folder.path), str(EXIT_RESUMABLE), status=EXIT_RESUMABLE, **JOB
     )
-    assert job_folder.result["state"] == "failed"
+    assert job_folder.result["state"] == "preempted", "make sweep resumes it"
     assert "the job cannot be requeued" in job_folder.result["reason"]
     assert "requeue is disabled" in job_folder.result["reason"]
 
