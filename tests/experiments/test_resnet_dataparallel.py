@@ -25,9 +25,10 @@ from common.system.errors import UserError
 from common.techniques.data_parallel import device_report, single_process_baseline
 from configs.profile import Profile
 from configs.resnet_dataparallel import Config
-from configs.sweeps.resnet_dataparallel import list_points
+from configs.sweeps.resnet_dataparallel import list_points, summarize_runs
 from experiments import resnet_dataparallel
-from slurm.launch import submit
+from slurm.launch import experiment_sweep, submit
+from slurm.launch.sweep_file import load_grid
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.parity.dataparallel_cases import DATA_PARALLEL, train_run
@@ -212,6 +213,37 @@ def test_a_sweep_compares_on_one_kind_of_device(gpus: int, strategies: list[str]
     cells = list_points(Config(), gpus)
     assert [cell["strategy"] for cell in cells] == strategies
     assert {cell.get("launch.device") for cell in cells} == {device}
+
+
+SETTINGS_OF_ONE_STRATEGY = [
+    "processes_per_node=4",
+    "launch.nodes=2",
+    "sync_batchnorm=true",
+    "zero1=true",
+    "dropout=0.1",
+    "recompute=blocks",
+    "strategy=data_parallel functional=true",
+]
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+@pytest.mark.parametrize("settings", SETTINGS_OF_ONE_STRATEGY)
+def test_a_sweep_omits_settings_that_other_strategies_refuse(settings: str, gpus: int) -> None:
+    arguments = [*settings.split(), "sweep=true", "repeats=1"]
+    cfg = config.load_config(Config, arguments, {})
+    points = experiment_sweep.plan_points(load_grid("resnet_dataparallel"), "resnet_dataparallel", cfg, arguments, gpus)
+    point_settings = {point.values["strategy"]: point.settings for point in points}
+    is_refused = "dropout" in settings or "recompute" in settings
+    assert ("data_parallel" in point_settings) is (gpus > 0 and not is_refused)
+    ddp = replace(cfg, strategy="ddp", compare=False, functional=False)
+    ddp_point = cast(Config, point_settings["ddp"])
+    assert replace(ddp_point, log=cfg.log, grid=cfg.grid) == ddp, "ddp keeps its settings"
+
+
+def test_a_sweep_names_the_setting_without_which_data_parallel_would_be_compared() -> None:
+    summary = summarize_runs(config.load_config(Config, ["dropout=0.1"], {}), 2, [])
+    assert summary.lines["data_parallel"].endswith("to compare it, omit dropout=0.1")
+    assert "GPUs found: 0" in summarize_runs(Config(), 0, []).lines["data_parallel"]
 
 
 def build_small_resnet() -> networks.ResNet:
