@@ -269,11 +269,16 @@ def expand_home(path: str) -> str:
     return os.path.expanduser(path)  # noqa: PTH111 (pathlib raises an error for unknown users)
 
 
-def has_same_value(key: ConfigKey, first: str, second: str) -> bool:
-    """Return whether two texts of a key have the same value. Relative and absolute paths of a file are the same."""
+def has_same_value(key: ConfigKey, first: Any, second: Any) -> bool:
+    """Return whether two texts of a key have the same value. Relative and absolute paths of a file are the same.
+
+    Raises UserError if a text is invalid. The text of a list may also be a list of strings.
+    """
+    first_value = parse_value(key, first)
+    second_value = parse_value(key, second)
     if key.metadata.get("is_path"):
-        return os.path.abspath(expand_home(first)) == os.path.abspath(second)  # noqa: PTH100
-    return first == second
+        return os.path.abspath(first_value) == os.path.abspath(second_value)  # noqa: PTH100
+    return bool(first_value == second_value)
 
 
 def reject_unused_keys(settings: object) -> None:
