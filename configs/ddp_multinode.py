@@ -163,6 +163,9 @@ class Config(Replicated):
         ranks = self.processes
         if self.fsdp == 1 < ranks:
             raise ValueError("fsdp=1 divides no parameters; use fsdp=2 or more, fsdp=0 for all ranks, or strategy=ddp")
+        if self.fsdp > 1 == ranks:
+            problem = f"fsdp={self.fsdp} divides the parameters among several ranks, but the run has one"
+            raise ValueError(f"{problem}; use processes_per_node={self.fsdp}, or fsdp=0")
         if self.fsdp and ranks % self.fsdp:
             valid = " or ".join(str(divisor) for divisor in list_divisors(ranks)[1:])
             raise ValueError(f"the {ranks} ranks cannot be divided evenly by fsdp={self.fsdp}; use fsdp={valid}")

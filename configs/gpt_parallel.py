@@ -282,7 +282,7 @@ class Config(TrainingExperiment):
         super().check()
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
-        self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
+        self.layout.check(self.size.divided_sizes, self.batch, self.accumulate, self.data.context)
         self.state_sharding.check(self.layout.copies, "replicas=2 or more")
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
@@ -290,12 +290,6 @@ class Config(TrainingExperiment):
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":
             self.size.check()
-        divisor = self.layout.data_shards * self.accumulate
-        if self.batch % divisor:
-            problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
-            shards = f" of fsdp x replicas = {self.layout.data_shards} shards"
-            raise ValueError(f"{problem}{shards}; use batch={format_nearest_multiples(self.batch, divisor)}")
-
         self.check_stages()
 
     def check_stages(self) -> None:
@@ -308,8 +302,8 @@ class Config(TrainingExperiment):
             raise ValueError(f"{problem}; use stages={self.size.layers}, or more layers")
         if layout.stage_ranks == 1:
             raise ValueError(
-                f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1, or more "
-                "stages than stages_per_process"
+                f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1 "
+                "stages_per_process=1, or more stages than stages_per_process"
             )
         try:
             self.make_pipeline_config().check_schedule()
