@@ -42,7 +42,7 @@ def list_resets(cfg: Config, strategy: str) -> PointSettings:
         resets["functional"] = False
     if strategy == "ddp":
         return resets
-    if cfg.ranks.processes_per_node:
+    if cfg.ranks.processes_per_node > 1:
         resets["processes_per_node"] = 0
     if cfg.launch.nodes > 1:
         resets["launch.nodes"] = 1

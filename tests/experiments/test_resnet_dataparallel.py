@@ -84,7 +84,7 @@ INVALID_SETTINGS = {
     "strategy=data_parallel sync_batchnorm=true": "sync_batchnorm ... several processes ... strategy=ddp",
     "strategy=single zero1=true": "zero1 needs several processes, but strategy=single uses one; use strategy=ddp",
     "zero1=true processes_per_node=1": "use processes_per_node=2 or more, or omit zero1",
-    "strategy=single processes_per_node=2": "processes_per_node ... strategy=ddp",
+    "strategy=single processes_per_node=2": "use strategy=ddp, or omit processes_per_node",
     "strategy=data_parallel launch.nodes=2": "launch.nodes ... strategy=ddp",
     "functional=true": "functional=true applies to data_parallel only",
     "strategy=data_parallel dropout=0.1": "dropout=0.1 is not available ... use strategy=ddp or single",
@@ -96,6 +96,11 @@ INVALID_SETTINGS = {
 def test_invalid_settings_are_refused(settings: str, message: str) -> None:
     with expect_refusal(message):
         config.load_config(Config, settings.split(), {})
+
+
+@pytest.mark.parametrize("strategy", ["single", "data_parallel"])
+def test_one_process_may_be_requested_for_strategies_that_use_one(strategy: str) -> None:
+    assert config.load_config(Config, [f"strategy={strategy}", "processes_per_node=1"], {}).processes == 1
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
