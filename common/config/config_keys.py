@@ -204,7 +204,7 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
     try:
         return convert_value(key, text)
     except ValueError as error:
-        rejected_text = str(text)[:MAX_SHOWN_LENGTH]
+        rejected_text = format_value(text)[:MAX_SHOWN_LENGTH]
         if not rejected_text.isprintable():
             rejected_text = repr(rejected_text)
         raise UserError(f"{key.name}={rejected_text}: {error}; allowed: {key.allowed}") from None
@@ -235,11 +235,11 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         elements = text if isinstance(text, list) else parse_list(text)
         if elements is None or not all(isinstance(element, str) for element in elements):
             raise ValueError("expected a list such as [a,b]")
+        reject_interpolations(elements)
         return elements
     if not isinstance(text, str):
         raise ValueError("expected a single value, not a group of keys")
-    if "${" in text:
-        raise ValueError("interpolations are not allowed")
+    reject_interpolations([text])
     if key.choices:
         is_file = ":" in text and not key.is_literal
         if text not in key.choices and not is_file:
@@ -262,6 +262,12 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         key.metadata["check_text"](text)
     is_path = key.metadata.get("is_path") or ".py:" in text  # FILE.py:name
     return expand_home(text) if is_path else text
+
+
+def reject_interpolations(texts: Sequence[str]) -> None:
+    """Raise ValueError if a text contains `${`, which config.yaml would not preserve."""
+    if any("${" in text for text in texts):
+        raise ValueError("interpolations are not allowed")
 
 
 def expand_home(path: str) -> str:
