@@ -148,6 +148,11 @@ class Config(Replicated):
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.processes, weights=self.sharding.parse_weights(self.processes))
 
+    @property
+    def replicas_per_host(self) -> float:
+        shards = self.fsdp or self.processes
+        return super().replicas_per_host / (shards if self.strategy == "fsdp" else 1)
+
     def check(self) -> None:
         super().check()
         check_sync_batchnorm(self.sync_batchnorm, self.model)

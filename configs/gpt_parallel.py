@@ -113,6 +113,15 @@ class NetworkSize:
         hidden = self.hidden or choose_hidden_width(self.width, self.activation)
         return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": hidden}
 
+    def count_parameters(self, vocabulary: int) -> int:
+        """Return the number of parameters of gpt with a vocabulary of this size."""
+        sizes = self.divided_sizes
+        key_value_width = sizes["key_value_heads"] * (self.width // self.heads)
+        matrices = 3 if self.activation == "swiglu" else 2
+        block = self.width * (2 * self.width + 2 * key_value_width + matrices * sizes["hidden"] + 2)
+        tables = 1 if self.tied else 2
+        return self.layers * block + self.width * (tables * vocabulary + 1)
+
     def check(self) -> None:
         """Raise ValueError if the sizes cannot be divided among the heads."""
         key_value_heads = self.key_value_heads or self.heads
@@ -273,6 +282,15 @@ class Config(TrainingExperiment):
     @property
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.layout.data_shards, self.accumulate)
+
+    @property
+    def estimated_parameters(self) -> float:
+        """Number of parameters of gpt, or 0 for custom networks. The vocabulary of a tokenizer may be larger."""
+        return self.size.count_parameters(BYTE_VOCABULARY) if self.model == "gpt" else 0
+
+    @property
+    def replicas_per_host(self) -> float:
+        return self.layout.copies / self.launch.nodes
 
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline."""
