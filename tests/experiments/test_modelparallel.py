@@ -413,6 +413,14 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
     assert empty_report.draw_median_step() == {}
 
 
+@pytest.mark.parametrize("settings", ["mode=pipelined", "mode=single"])
+def test_a_microbatch_with_a_single_value_per_channel_is_refused(settings: str, tmp_path: Path) -> None:
+    small = (*SMALL, f"data.cache={tmp_path / 'cache'}", "data.image_size=8", "batch=4", "split_size=1")
+    completed = run_experiment(NAME, *small, settings, runs=tmp_path / "runs", status=2)
+    assert "error: BatchNorm requires more than one value per channel" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
 @pytest.mark.slow
 def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.cache={tmp_path / 'cache'}", "sweep=true", "repeats=1", "split_sizes=[4,8]")
