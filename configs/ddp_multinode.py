@@ -148,6 +148,11 @@ class Config(Replicated):
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.processes, weights=self.sharding.parse_weights(self.processes))
 
+    @property
+    def replicas_per_host(self) -> float:
+        shards = self.fsdp or self.processes
+        return super().replicas_per_host / (shards if self.strategy == "fsdp" else 1)
+
     def check(self) -> None:
         super().check()
         check_sync_batchnorm(self.sync_batchnorm, self.model)
@@ -163,6 +168,9 @@ class Config(Replicated):
         ranks = self.processes
         if self.fsdp == 1 < ranks:
             raise ValueError("fsdp=1 divides no parameters; use fsdp=2 or more, fsdp=0 for all ranks, or strategy=ddp")
+        if self.fsdp > 1 == ranks:
+            problem = f"fsdp={self.fsdp} divides the parameters among several ranks, but the run has one"
+            raise ValueError(f"{problem}; use processes_per_node={self.fsdp}, or fsdp=0")
         if self.fsdp and ranks % self.fsdp:
             valid = " or ".join(str(divisor) for divisor in list_divisors(ranks)[1:])
             raise ValueError(f"the {ranks} ranks cannot be divided evenly by fsdp={self.fsdp}; use fsdp={valid}")

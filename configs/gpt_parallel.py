@@ -113,6 +113,15 @@ class NetworkSize:
         hidden = self.hidden or choose_hidden_width(self.width, self.activation)
         return {"heads": self.heads, "key_value_heads": key_value_heads, "hidden": hidden}
 
+    def count_parameters(self, vocabulary: int) -> int:
+        """Return the number of parameters of gpt with a vocabulary of this size."""
+        sizes = self.divided_sizes
+        key_value_width = sizes["key_value_heads"] * (self.width // self.heads)
+        matrices = 3 if self.activation == "swiglu" else 2
+        block = self.width * (2 * self.width + 2 * key_value_width + matrices * sizes["hidden"] + 2)
+        tables = 1 if self.tied else 2
+        return self.layers * block + self.width * (tables * vocabulary + 1)
+
     def check(self) -> None:
         """Raise ValueError if the sizes cannot be divided among the heads."""
         key_value_heads = self.key_value_heads or self.heads
@@ -274,6 +283,15 @@ class Config(TrainingExperiment):
     def batch_plan(self) -> BatchPlan:
         return BatchPlan(self.batch, self.layout.data_shards, self.accumulate)
 
+    @property
+    def estimated_parameters(self) -> float:
+        """Number of parameters of gpt, or 0 for custom networks. The vocabulary of a tokenizer may be larger."""
+        return self.size.count_parameters(BYTE_VOCABULARY) if self.model == "gpt" else 0
+
+    @property
+    def replicas_per_host(self) -> float:
+        return self.layout.copies / self.launch.nodes
+
     def make_pipeline_config(self) -> PipelineConfig:
         """Return the settings of the pipeline."""
         return self.layout.make_pipeline_config(self.accumulate)
@@ -282,7 +300,7 @@ class Config(TrainingExperiment):
         super().check()
         if self.data.name != "text":
             raise ValueError(f"gpt_parallel trains on text (got data.name={self.data.name}); use data.name=text")
-        self.layout.check(self.size.divided_sizes, self.batch, self.data.context)
+        self.layout.check(self.size.divided_sizes, self.batch, self.accumulate, self.data.context)
         self.state_sharding.check(self.layout.copies, "replicas=2 or more")
         if self.data.tokenizer == "none":
             self.check_vocabulary(BYTE_VOCABULARY)
@@ -290,12 +308,6 @@ class Config(TrainingExperiment):
             raise ValueError(f"loss={self.loss} is not available for text; omit loss")
         if self.model == "gpt":
             self.size.check()
-        divisor = self.layout.data_shards * self.accumulate
-        if self.batch % divisor:
-            problem = f"batch={self.batch} cannot be divided evenly into accumulate={self.accumulate} microbatches"
-            shards = f" of fsdp x replicas = {self.layout.data_shards} shards"
-            raise ValueError(f"{problem}{shards}; use batch={format_nearest_multiples(self.batch, divisor)}")
-
         self.check_stages()
 
     def check_stages(self) -> None:
@@ -308,8 +320,8 @@ class Config(TrainingExperiment):
             raise ValueError(f"{problem}; use stages={self.size.layers}, or more layers")
         if layout.stage_ranks == 1:
             raise ValueError(
-                f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1, or more "
-                "stages than stages_per_process"
+                f"stages_per_process={layout.stages_per_process} places all stages on one rank; use stages=1 "
+                "stages_per_process=1, or more stages than stages_per_process"
             )
         try:
             self.make_pipeline_config().check_schedule()

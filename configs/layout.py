@@ -79,19 +79,23 @@ class Layout:
             microbatches=microbatches,
         )
 
-    def check(self, sizes: Mapping[str, int], batch: int, tokens: int) -> None:
+    def check(self, sizes: Mapping[str, int], batch: int, microbatches: int, tokens: int) -> None:
         """Raise ValueError if the model or a batch cannot be divided among the ranks.
 
         `sizes` contains the sizes that tensor parallelism divides, by the names of their settings, such as heads and
-        key_value_heads. `tokens` is the number of tokens in a sample.
+        key_value_heads. `microbatches` is the number of microbatches of a batch, and `tokens` is the number of tokens
+        in a sample.
         """
         if self.tensor > 1:
             for name, size in sizes.items():
                 check_divisible(name, size, "tensor", self.tensor)
         self._check_tokens(tokens)
-        if batch % self.data_shards:
+        divisor = self.data_shards * microbatches
+        if batch % divisor:
             degrees = f"fsdp={self.fsdp} x replicas={self.replicas}"
-            nearest = format_nearest_multiples(batch, self.data_shards)
+            if microbatches > 1:
+                degrees += f" x accumulate={microbatches}"
+            nearest = format_nearest_multiples(batch, divisor)
             raise ValueError(f"batch={batch} cannot be divided evenly by {degrees}; use batch={nearest}")
 
     def _check_tokens(self, tokens: int) -> None:

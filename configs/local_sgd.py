@@ -81,10 +81,12 @@ class Config(Replicated):
         """Raise ValueError if `steps` steps are too few for a full round of local steps."""
         local_steps = steps - self.start
         if local_steps < 1:
-            raise ValueError(
-                f"start={self.start} makes all {steps} steps of the run synchronous; "
-                f"use start={max(0, steps - self.every)}"
-            )
+            remedy = f"use start={max(0, steps - self.every)}"
+            if self.every > steps:
+                remedy += f" every={steps}"
+            if self.delay >= steps:
+                remedy += f" delay={steps - 1}"
+            raise ValueError(f"start={self.start} makes all {steps} steps of the run synchronous; {remedy}")
         if self.every > local_steps:
             remedy = f"use at most every={local_steps}"
             if self.delay >= local_steps:

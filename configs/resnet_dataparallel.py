@@ -16,14 +16,14 @@ ONE_DEVICE_MESSAGE = (
     "GPUs found: {}; DataParallel runs the model unchanged, like strategy=single; to compare devices, use strategy=ddp"
 )
 
-NEEDS_PROCESSES = ("sync_batchnorm=true", "processes_per_node>0", "launch.nodes>1", "zero1=true")
+NEEDS_PROCESSES = ("sync_batchnorm=true", "processes_per_node>1", "launch.nodes>1", "zero1=true")
 COPIED_MODEL = "is not available with strategy=data_parallel, whose copies of the model"
 REFUSED = (
     *(
         Refusal(
             condition, "strategy!=ddp",
             f"{Condition.parse(condition).setting} needs several processes, but strategy={{strategy}} uses one",
-            "use strategy=ddp",
+            f"use strategy=ddp, or omit {Condition.parse(condition).setting}",
         )
         for condition in NEEDS_PROCESSES
     ),

@@ -66,8 +66,8 @@ class Config(PipelineExperiment):
     """Execution of the stages. single trains the unsplit model; naive runs one stage at a time; pipelined runs all
     stages in parallel according to `schedule`."""
     split_size: int = at_least(0, 0)
-    """Number of samples per microbatch. 0 uses the whole batch in single and naive mode, and a quarter of the batch in
-    pipelined mode."""
+    """Number of samples per microbatch. 0 uses all samples of a replica in single and naive mode. In pipelined mode, 0
+    uses a quarter of them, rounded down, but at least one."""
     engine: Literal["auto", "own", "torch"] = "auto"
     """Pipeline engine. own is the built-in engine (common/techniques/pipeline/executor.py); torch is
     torch.distributed.pipelining. auto uses the built-in engine, or a single process if `devices` lists several

@@ -376,7 +376,7 @@ class TrainingExperiment(Experiment):
 
     @property
     def estimated_parameters(self) -> float:
-        """Approximate number of parameters of a ResNet, or 0 for other models, which are small."""
+        """Approximate number of parameters of a ResNet, or 0 for models that are small or custom."""
         return networks.RESNETS.get(getattr(self, "model", ""), 0)
 
     @property

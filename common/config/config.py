@@ -291,11 +291,11 @@ def read_resumed_config(schema: type[Experiment], run: Path, new_values: Mapping
     for settings_file in list_settings_files(run):
         check_settings_file(schema, settings_file)
     stored = read_settings(run)
-    keys = list_keys(schema)
-    for key in [key for key in FIXED_KEYS if key in keys]:
-        old = stored.get(key)
-        if not has_same_value(keys[key], str(new_values.get(key, old)), str(old)):
-            raise UserError(f"{key} cannot change when a run is resumed: it was {old}; omit it or start a new run")
+    for key in [key for key in list_keys(schema).values() if key.name in FIXED_KEYS and key.name in new_values]:
+        old = stored.get(key.name, format_value(key.default))
+        if not has_same_value(key, new_values[key.name], old):
+            problem = f"{key.name} cannot change when a run is resumed: it was {format_value(old)}"
+            raise UserError(f"{problem}; omit it or start a new run")
     return stored
 
 

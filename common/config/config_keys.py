@@ -204,7 +204,7 @@ def parse_value(key: ConfigKey, text: Any) -> Any:
     try:
         return convert_value(key, text)
     except ValueError as error:
-        rejected_text = str(text)[:MAX_SHOWN_LENGTH]
+        rejected_text = format_value(text)[:MAX_SHOWN_LENGTH]
         if not rejected_text.isprintable():
             rejected_text = repr(rejected_text)
         raise UserError(f"{key.name}={rejected_text}: {error}; allowed: {key.allowed}") from None
@@ -235,11 +235,11 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
         elements = text if isinstance(text, list) else parse_list(text)
         if elements is None or not all(isinstance(element, str) for element in elements):
             raise ValueError("expected a list such as [a,b]")
+        reject_interpolations(elements)
         return elements
     if not isinstance(text, str):
         raise ValueError("expected a single value, not a group of keys")
-    if "${" in text:
-        raise ValueError("interpolations are not allowed")
+    reject_interpolations([text])
     if key.choices:
         is_file = ":" in text and not key.is_literal
         if text not in key.choices and not is_file:
@@ -264,16 +264,27 @@ def convert_value(key: ConfigKey, text: Any) -> Any:
     return expand_home(text) if is_path else text
 
 
+def reject_interpolations(texts: Sequence[str]) -> None:
+    """Raise ValueError if a text contains `${`, which config.yaml would not preserve."""
+    if any("${" in text for text in texts):
+        raise ValueError("interpolations are not allowed")
+
+
 def expand_home(path: str) -> str:
     """Replace `~` or `~user` at the beginning of a path by the home folder. An unknown user remains unchanged."""
     return os.path.expanduser(path)  # noqa: PTH111 (pathlib raises an error for unknown users)
 
 
-def has_same_value(key: ConfigKey, first: str, second: str) -> bool:
-    """Return whether two texts of a key have the same value. Relative and absolute paths of a file are the same."""
+def has_same_value(key: ConfigKey, first: Any, second: Any) -> bool:
+    """Return whether two texts of a key have the same value. Relative and absolute paths of a file are the same.
+
+    Raises UserError if a text is invalid. The text of a list may also be a list of strings.
+    """
+    first_value = parse_value(key, first)
+    second_value = parse_value(key, second)
     if key.metadata.get("is_path"):
-        return os.path.abspath(expand_home(first)) == os.path.abspath(second)  # noqa: PTH100
-    return first == second
+        return os.path.abspath(first_value) == os.path.abspath(second_value)  # noqa: PTH100
+    return bool(first_value == second_value)
 
 
 def reject_unused_keys(settings: object) -> None:

@@ -107,7 +107,7 @@ class StepTimestamps(NamedTuple):
     layer_spans: list[tuple[Stamp, Stamp]]
     """Start and end of the forward pass of each sharded layer in the first microbatch."""
     waited: float
-    """Seconds that synchronized BatchNorm waited for other ranks during the forward pass."""
+    """Seconds of the measured forward time that synchronized BatchNorm waited for other ranks."""
 
 
 class StepTimer:
@@ -119,17 +119,19 @@ class StepTimer:
         `sharded` contains the layers that gather their parameters in the forward pass. If there are such layers, the
         forward time is the sum of their computing times, without the time spent waiting for parameters.
         """
-        self.model = model
+        sharded_layers = list(sharded)
+        self.measured_modules = sharded_layers or [model]
         self.clock = DeviceClock(device)
         self.layer_starts: list[Stamp] = []
         self.layer_spans: list[tuple[Stamp, Stamp]] = []
         # The hooks of fully_shard gather the parameters before these hooks record the start, and free the parameters
         # after these hooks have recorded the end.
-        for layer in sharded:
+        for layer in sharded_layers:
             layer.register_forward_pre_hook(lambda *_: self.layer_starts.append(self.clock.stamp()))
             layer.register_forward_hook(self._record_layer_span, prepend=True)
         self.history: deque[StepTimestamps] = deque(maxlen=HISTORY)
         self.marks: dict[str, Stamp] = {}
+        self.waited = 0.0
         self.steps_to_skip = WARM_UP
 
         # Backward computes the gradient of the first trainable parameter last.
@@ -146,6 +148,18 @@ class StepTimer:
         """Record the current time under a name."""
         self.marks[name] = self.clock.stamp()
 
+    def record_backward_start(self) -> None:
+        """Record the mark "backward", and the time that the layers have waited for other ranks until then.
+
+        Layers may also wait later, if backward repeats their forward pass (recomputation) or in later microbatches.
+        """
+        self.record_mark("backward")
+        self.waited = self._pop_waiting_seconds()
+
+    def _pop_waiting_seconds(self) -> float:
+        """Return and reset the seconds that the measured modules have waited for other ranks."""
+        return sum(map(pop_total_waiting_seconds, self.measured_modules))
+
     def watch_backward(self, loss: Tensor) -> None:
         """Record the marks "backward" and "end of backward" in the backward pass of a loss.
 
@@ -154,7 +168,7 @@ class StepTimer:
 
         def record_start(_: Tensor) -> None:
             if "backward" not in self.marks:
-                self.record_mark("backward")
+                self.record_backward_start()
                 queue_callback(queue_end)
 
         def queue_end() -> None:
@@ -175,6 +189,8 @@ class StepTimer:
             self.marks = {"start": self.clock.stamp()}
             self.layer_starts = []
             self.layer_spans = []
+            self.waited = 0.0
+            self._pop_waiting_seconds()  # of the previous step, after the start of backward
             batch = next(source, None)
             if batch is None:
                 return
@@ -185,13 +201,12 @@ class StepTimer:
 
     def _store_step(self) -> None:
         """Store the timestamps of the finished step, except for the first WARM_UP steps."""
-        waited = pop_total_waiting_seconds(self.model)
         if "backward" not in self.marks:  # the experiment does not mark the start of backward
             return
         if self.steps_to_skip:
             self.steps_to_skip -= 1
         else:
-            self.history.append(StepTimestamps(self.marks, self.layer_spans, waited))
+            self.history.append(StepTimestamps(self.marks, self.layer_spans, self.waited))
 
     def _measure_step(self, step: StepTimestamps) -> dict[str, float]:
         """Return the durations of the parts of a step in seconds, by name.
@@ -203,10 +218,10 @@ class StepTimer:
         if step.layer_spans:
             forward = sum(to_seconds(end) - to_seconds(start) for start, end in step.layer_spans)
         else:
-            forward = times["backward"] - times["data"] - step.waited
+            forward = times["backward"] - times["data"]
         seconds = {
             "data": times["data"] - times["start"],
-            "forward": forward,
+            "forward": forward - step.waited,
             "step": times["end"] - times["start"],
         }
         if "last gradient" in times:

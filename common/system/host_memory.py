@@ -9,6 +9,8 @@ from pathlib import Path
 from common.system.errors import UserError
 from common.system.process_limits import list_control_groups
 from common.system.text import format_count, read_text_or_empty
+from configs.fields import find_group
+from configs.memory import StateSharding
 from configs.shared import Experiment, Optim, TrainingExperiment
 
 UNLIMITED_BYTES = 1 << 60  # cgroups report a number near 2**63 if there is no limit
@@ -37,18 +39,22 @@ def estimate_memory_bytes(settings: TrainingExperiment) -> float:
     """Return the estimated memory of the model per host in bytes.
 
     Each rank first builds the whole model. During training, each replica of the model needs memory for parameters,
-    gradients and optimizer state.
+    gradients and optimizer state. With zero1=true, all replicas together have one optimizer state. The parameters that
+    FSDP gathers in a step are not included.
     """
     parameter_bytes = settings.estimated_parameters * (8 if settings.dtype == "float64" else 4)
     while_building = settings.processes / settings.launch.nodes * parameter_bytes
-    in_training = settings.replicas_per_host * parameter_bytes * count_tensors_per_parameter(settings.optim)
+    replicas = settings.replicas_per_host
+    sharding = find_group(settings, StateSharding)
+    is_state_divided = sharding is not None and sharding.zero1
+    states = 1 / settings.launch.nodes if is_state_divided else replicas
+    in_training = parameter_bytes * (2 * replicas + count_state_tensors(settings.optim) * states)
     return max(while_building, in_training)
 
 
-def count_tensors_per_parameter(optim: Optim) -> int:
-    """Return the number of tensors per parameter: the parameter, its gradient, and the optimizer state of this size."""
-    state = {"sgd": int(optim.momentum > 0), "lars": 1}.get(optim.name, 2)
-    return 2 + state
+def count_state_tensors(optim: Optim) -> int:
+    """Return the number of tensors of the size of a parameter in the state of an optimizer."""
+    return {"sgd": int(optim.momentum > 0), "lars": 1}.get(optim.name, 2)
 
 
 def measure_available_memory() -> tuple[int, str]:

@@ -52,10 +52,8 @@ def check_targets(cfg: TrainingExperiment, prepared: PreparedDataset) -> None:
             f"loss=mse needs float targets, but the targets of data.name={cfg.data.name} are integers; "
             "use loss=cross_entropy, a custom loss, or a data set with float targets"
         )
-    if kind in ("labels", "tokens"):
-        return
     problem = f"needs class labels, which data.name={cfg.data.name} does not have"
-    if cfg.loss == "cross_entropy":
+    if cfg.loss == "cross_entropy" and kind not in ("labels", "tokens"):
         raise UserError(f"loss=cross_entropy {problem}; use loss=mse or a custom loss")
-    if cfg.checkpoint.best == "test_accuracy":
+    if cfg.checkpoint.best == "test_accuracy" and kind != "labels":
         raise UserError(f"checkpoint.best=test_accuracy {problem}; use checkpoint.best=test_loss")

@@ -42,6 +42,7 @@ from common.system.signals import STOPPED_STATUSES
 from common.system.text import format_count, read_end_of_file
 from common.training.attempt import Attempt, TrainingOutcome, has_finished_run, is_run_finished
 from common.training.host_resources import check_resources, print_notice_of_shared_cores
+from common.training.model_errors import explain_layer_errors
 from common.training.run import Run
 from configs.dataparallel import get_enabled_elastic_settings
 from configs.shared import Experiment
@@ -366,7 +367,7 @@ def train_rank(main: Main[T], cfg: T, ranks: Ranks, attempt: Attempt, stop: Stop
             setup = backend_setup.import_backend_setup(world.backend)
             if setup is not None:
                 setup.set_all_reduce_algorithm(run_cfg.launch, attempt.folder.path, world)
-            with ignore_successful_exit():
+            with ignore_successful_exit(), explain_layer_errors():
                 main(run_cfg, run)
         if run.world.is_main and not run.finished:
             raise RuntimeError("main() did not call run.report(...); add this call after the training loop")

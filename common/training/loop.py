@@ -80,7 +80,7 @@ class Step:
         Call this method only if the loss is not passed to `log` before backward.
         """
         if self.run.times is not None and "backward" not in self.run.times.marks:
-            self.run.times.record_mark("backward")
+            self.run.times.record_backward_start()
 
     def log(self, **values: Tensor | float | None) -> None:
         """Log values of this step to metrics.jsonl.

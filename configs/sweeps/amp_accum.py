@@ -16,15 +16,18 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
     """Return every precision with one microbatch and with several microbatches.
 
     With several ranks, points with several microbatches are repeated with no_sync=false. If `steps` is not set, runs
-    are short, because the sweep measures only the cost of a step.
+    are short, because the sweep measures only the cost of a step. Points that dtype=float64 or shards=auto refuses are
+    omitted.
     """
     limits: PointSettings = {}
     if not cfg.steps:
         warmup = min(cfg.optim.warmup, DEFAULT_STEPS // 8)
         limits = {"steps": DEFAULT_STEPS, "optim.warmup": warmup, "data.test_limit": cfg.data.test_limit or 1000}
     on_gpus = not cfg.launch.excludes_gpus and gpus >= cfg.processes  # with fewer GPUs than ranks, runs use the CPU
-    precisions = ("fp32", "tf32", "bf16", "fp16") if on_gpus else ("fp32", "bf16", "fp16")
-    no_sync_choices = (True, False) if cfg.processes > 1 else (True,)
+    precisions = ["fp32", "tf32"] if on_gpus else ["fp32"]
+    if cfg.dtype != "float64":
+        precisions += ["bf16", "fp16"]
+    no_sync_choices = (True, False) if cfg.processes > 1 and cfg.sharding.shards != ["auto"] else (True,)
 
     points: list[PointSettings] = []
     for precision in precisions:

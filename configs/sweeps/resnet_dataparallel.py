@@ -17,10 +17,40 @@ def list_points(cfg: Config, gpus: int) -> list[PointSettings]:
         gpus = 0
     has_enough_gpus = gpus >= replace(cfg, strategy="ddp").processes
     strategies = ["single", "ddp"]
-    if gpus > 1 and has_enough_gpus:
+    if gpus > 1 and has_enough_gpus and not find_setting_without_data_parallel(cfg):
         strategies.insert(1, "data_parallel")
     device: PointSettings = {"launch.device": "cpu"} if gpus and not has_enough_gpus else {}
-    return [{"strategy": strategy, "compare": False, **device} for strategy in strategies]
+    points: list[PointSettings] = []
+    for strategy in strategies:
+        points.append({"strategy": strategy, "compare": False, **device, **list_resets(cfg, strategy)})
+    return points
+
+
+def find_setting_without_data_parallel(cfg: Config) -> str:
+    """Return a setting of the config that strategy=data_parallel refuses, or an empty string."""
+    if cfg.regularization.dropout:
+        return f"dropout={cfg.regularization.dropout:g}"
+    if cfg.memory.recompute != "none":
+        return f"recompute={cfg.memory.recompute}"
+    return ""
+
+
+def list_resets(cfg: Config, strategy: str) -> PointSettings:
+    """Return the defaults of the settings that belong to another strategy and that a strategy therefore refuses."""
+    resets: PointSettings = {}
+    if cfg.functional and strategy != "data_parallel":
+        resets["functional"] = False
+    if strategy == "ddp":
+        return resets
+    if cfg.ranks.processes_per_node > 1:
+        resets["processes_per_node"] = 0
+    if cfg.launch.nodes > 1:
+        resets["launch.nodes"] = 1
+    if cfg.sync_batchnorm:
+        resets["sync_batchnorm"] = False
+    if cfg.state_sharding.zero1:
+        resets["zero1"] = False
+    return resets
 
 
 def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
@@ -32,7 +62,9 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         lines[strategy] = f"{rate.mean:,.0f} samples/s{spread}"
         heights[strategy] = (rate.mean, rate.deviation)
     if "data_parallel" not in lines:
-        lines["data_parallel"] = ONE_DEVICE_MESSAGE.format(gpus)
+        setting = find_setting_without_data_parallel(cfg)
+        reason = f"skipped, because it is not available with {setting}; to compare it, omit {setting}"
+        lines["data_parallel"] = reason if setting and gpus > 1 else ONE_DEVICE_MESSAGE.format(gpus)
     title = f"{cfg.model}, batch {cfg.batch}"
     return Summary(lines, [Bars("strategies.png", heights, "training samples per second", title)])
 

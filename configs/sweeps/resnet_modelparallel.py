@@ -56,13 +56,17 @@ def summarize_runs(cfg: Config, gpus: int, rows: list[RunRow]) -> Summary:
         spread = f"± {seconds.deviation * 1e3:.1f}" if seconds.runs > 1 else ""
         duration = f"{seconds.mean * 1e3:>9.1f} {spread:<8}"
         lines.append(f"{mode:<10} {size:>10} {duration}{repeats[0]['ideal_bubble']:>6.1%} {idle} {memory}")
-    return Summary({"times": "\n".join(lines)}, [plot_times(cfg, gpus, times)])
+    bubbles = average_rows(rows, ("mode", "split_size"), "ideal_bubble")
+    return Summary({"times": "\n".join(lines)}, [plot_times(cfg, gpus, times, bubbles)])
 
 
-def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) -> Curves:
+def plot_times(
+    cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average], bubbles: dict[tuple[Any, ...], Average]
+) -> Curves:
     """Create a plot of the time per batch of each mode and of an ideal pipeline.
 
-    With p stages and m microbatches, an ideal pipeline needs the time of the naive mode times (m + p - 1) / (p m).
+    `times` and `bubbles` contain the seconds per batch and the ideal bubble of each mode and split size. Naive mode
+    runs one stage at a time. The ranks of an ideal pipeline divide this work evenly and are idle only in the bubble.
     """
     levels = {}
     pipelined = []
@@ -76,10 +80,9 @@ def plot_times(cfg: Config, gpus: int, times: dict[tuple[Any, ...], Average]) ->
     stages = cfg.pipeline.stages
     computed = {}
     if "naive" in levels and pipelined:
-        stage_time = levels["naive"] / stages
-        shard = cfg.batch_plan.shard
-        ideal = [(size, stage_time * (1 + (stages - 1) * size / shard), 0.0) for size, _, _ in pipelined]
-        computed["ideal: naive / p x (m + p - 1) / m"] = ideal
+        rank_time = levels["naive"] * cfg.pipeline.stages_per_process / stages
+        ideal = [(size, rank_time / (1 - bubbles["pipelined", size].mean), 0.0) for size, _, _ in pipelined]
+        computed["ideal: naive / ranks / (1 - ideal bubble)"] = ideal
     equal_threads = cfg.launch.threads or has_enough_gpus(cfg, gpus)
     threads = "" if equal_threads else "; single uses the threads of all stages"
     title = f"{cfg.model}, batch {cfg.batch}, {stages} stages{threads}"

@@ -20,6 +20,8 @@ from common.training import optimizers
 from configs.amp_accum import Config
 from configs.shared import Optim
 from experiments import amp_accum
+from slurm.launch import experiment_sweep
+from slurm.launch.sweep_file import load_grid
 from tests.harness.commands.processes import Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.environment.shared_results import create_folder_once
@@ -219,6 +221,22 @@ def test_the_sweep_of_precisions_compares_costs_and_losses(tmp_path: Path, cache
     assert sent_bytes["fp32", "2", "False"] == 2 * per_window
     assert "loss (vs. fp32)" in completed.stdout
     assert len(list(folder.glob("*.png"))) == 2
+
+
+@pytest.mark.parametrize(
+    "settings, precisions, no_sync_choices",
+    [
+        ("", {"fp32", "tf32", "bf16", "fp16"}, {True, False}),
+        ("shards=auto", {"fp32", "tf32", "bf16", "fp16"}, {True}),
+        ("dtype=float64 precision=fp32", {"fp32", "tf32"}, {True, False}),
+    ],
+)
+def test_the_sweep_omits_refused_points(settings: str, precisions: set[str], no_sync_choices: set[bool]) -> None:
+    arguments = [*settings.split(), "sweep=true", "repeats=1"]
+    cfg = config.load_config(Config, arguments, {})
+    points = experiment_sweep.plan_points(load_grid("amp_accum"), "amp_accum", cfg, arguments, gpus=2)
+    assert {point.values["precision"] for point in points} == precisions
+    assert {point.values["no_sync"] for point in points} == no_sync_choices
 
 
 def test_compiling_without_a_compiler_is_refused(tmp_path: Path, digits: Settings) -> None:

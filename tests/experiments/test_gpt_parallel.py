@@ -274,7 +274,8 @@ INVALID_SETTINGS = {
     "zero1=true tensor=2": "zero1=true divides the optimizer state among ranks with the same parameters",
     "zero1=true fsdp=2 context=2": "no two ranks of this run hold the same parameters; use replicas=2 or more",
     "batch=25": "batch=25 cannot be divided evenly by fsdp=1 x replicas=2; use batch=24 or 26",
-    "batch=24 accumulate=5": "batch=24 cannot be divided evenly into accumulate=5 microbatches ... use batch=20 or 30",
+    "batch=24 accumulate=5": "cannot be divided evenly by fsdp=1 x replicas=2 x accumulate=5; use batch=20 or 30",
+    "replicas=3 accumulate=4 batch=32": "use batch=24 or 36",
     "data.name=mnist": "model=gpt needs text ... use data.name=text",
     "data.name=digits model=net.py:Net": "gpt_parallel trains on text (got data.name=digits); use data.name=text",
     "data.name=set.py:read model=net.py:Net": "gpt_parallel trains on text (got data.name=set.py:read)",
@@ -288,7 +289,7 @@ INVALID_SETTINGS = {
 INVALID_STAGES = {
     "stages=5 layers=4": "stages=5 exceeds layers=4, and each stage needs a block; use stages=4, or more layers",
     "stages=4 stages_per_process=3": "stages=4 is not divisible by stages_per_process=3; valid values ... [1, 2, 4]",
-    "stages=2 stages_per_process=2": "stages_per_process=2 places all stages on one rank; use stages=1",
+    "stages=2 stages_per_process=2": "places all stages on one rank; use stages=1 stages_per_process=1",
     "stages=2 schedule=zbv": "schedule=zbv needs two stages per rank; set stages_per_process=2 ... such as stages=4",
     "stages=4 stages_per_process=2 schedule=dualpipev accumulate=2": "at least as many microbatches as stages ... the "
     "number of microbatches is accumulate",

@@ -102,6 +102,8 @@ INVALID_SETTINGS = {
     "every=8 delay=6 steps=4": "every=8 exceeds the 4 local steps of the run; use at most every=4 and delay=3",
     "every=20 start=21 steps=40": "every=20 exceeds the 19 local steps",
     "every=1 start=40 steps=40": "start=40 makes all 40 steps of the run synchronous; use start=39",
+    "start=4 steps=4": "start=4 makes all 4 steps of the run synchronous; use start=0 every=4",
+    "start=9 steps=4 delay=5": "use start=0 every=4 delay=3",
     "outer_lr=0": "outer_lr=0: out of range",
     "outer_lr=2.5": "outer_lr=2.5: out of range",
     "outer=nesterov outer_momentum=1": "outer_momentum=1: out of range",

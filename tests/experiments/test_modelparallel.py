@@ -413,6 +413,14 @@ def test_a_timeline_of_every_kind_of_action_is_drawn(tmp_path: Path) -> None:
     assert empty_report.draw_median_step() == {}
 
 
+@pytest.mark.parametrize("settings", ["mode=pipelined", "mode=single"])
+def test_a_microbatch_with_a_single_value_per_channel_is_refused(settings: str, tmp_path: Path) -> None:
+    small = (*SMALL, f"data.cache={tmp_path / 'cache'}", "data.image_size=8", "batch=4", "split_size=1")
+    completed = run_experiment(NAME, *small, settings, runs=tmp_path / "runs", status=2)
+    assert "error: BatchNorm requires more than one value per channel" in completed.stderr
+    assert "Traceback" not in completed.stderr
+
+
 @pytest.mark.slow
 def test_a_sweep_creates_runs_a_table_and_a_plot(tmp_path: Path) -> None:
     settings = (*SMALL, f"data.cache={tmp_path / 'cache'}", "sweep=true", "repeats=1", "split_sizes=[4,8]")
@@ -456,8 +464,29 @@ def test_a_sweep_runs_on_one_kind_of_device(settings: str, gpus: int, device: st
     cells = list_points(cfg, gpus)
     assert {cell.get("launch.device") for cell in cells} == {device}
     times = {("pipelined", 8): Average(1.0, 0.0, 1)}
-    title = plot_times(cfg, gpus, times).title
+    title = plot_times(cfg, gpus, times, {}).title
     assert ("single uses the threads of all" in title) is not on_gpus
+
+
+IDEAL_SCHEDULES = [
+    "schedule=1f1b",
+    "schedule=interleaved_1f1b stages_per_process=2",
+    "schedule=zbv stages_per_process=2",
+]
+
+
+@pytest.mark.parametrize("settings", IDEAL_SCHEDULES)
+def test_an_ideal_pipeline_takes_as_long_as_the_simulated_schedule(settings: str) -> None:
+    cfg = load_settings("stages=4", "batch=32", "split_size=4", *settings.split())
+    pipeline = cfg.make_pipeline_config()
+    plan = schedules.SCHEDULES[pipeline.schedule](pipeline.processes, pipeline.stages, pipeline.microbatches)
+    spans = schedules.simulate_schedule(plan, pipeline.stages)
+    work_seconds = sum(map(schedules.sum_span_durations, spans))
+    times = {("naive", 32): Average(work_seconds, 0.0, 1), ("pipelined", 4): Average(9.0, 0.0, 1)}
+    bubbles = {("pipelined", 4): Average(schedules.compute_bubble(spans), 0.0, 1)}
+    (((size, milliseconds, _),),) = plot_times(cfg, 0, times, bubbles).computed.values()
+    assert size == 4
+    assert milliseconds == pytest.approx(1e3 * schedules.compute_makespan(spans))
 
 
 def test_the_toy_learns_its_vectors(tmp_path: Path) -> None:

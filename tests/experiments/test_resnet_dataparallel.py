@@ -25,9 +25,10 @@ from common.system.errors import UserError
 from common.techniques.data_parallel import device_report, single_process_baseline
 from configs.profile import Profile
 from configs.resnet_dataparallel import Config
-from configs.sweeps.resnet_dataparallel import list_points
+from configs.sweeps.resnet_dataparallel import list_points, summarize_runs
 from experiments import resnet_dataparallel
-from slurm.launch import submit
+from slurm.launch import experiment_sweep, submit
+from slurm.launch.sweep_file import load_grid
 from tests.harness.commands.processes import FinishedRun, Settings, run_experiment
 from tests.harness.commands.refusals import expect_refusal
 from tests.harness.parity.dataparallel_cases import DATA_PARALLEL, train_run
@@ -83,7 +84,7 @@ INVALID_SETTINGS = {
     "strategy=data_parallel sync_batchnorm=true": "sync_batchnorm ... several processes ... strategy=ddp",
     "strategy=single zero1=true": "zero1 needs several processes, but strategy=single uses one; use strategy=ddp",
     "zero1=true processes_per_node=1": "use processes_per_node=2 or more, or omit zero1",
-    "strategy=single processes_per_node=2": "processes_per_node ... strategy=ddp",
+    "strategy=single processes_per_node=2": "use strategy=ddp, or omit processes_per_node",
     "strategy=data_parallel launch.nodes=2": "launch.nodes ... strategy=ddp",
     "functional=true": "functional=true applies to data_parallel only",
     "strategy=data_parallel dropout=0.1": "dropout=0.1 is not available ... use strategy=ddp or single",
@@ -95,6 +96,11 @@ INVALID_SETTINGS = {
 def test_invalid_settings_are_refused(settings: str, message: str) -> None:
     with expect_refusal(message):
         config.load_config(Config, settings.split(), {})
+
+
+@pytest.mark.parametrize("strategy", ["single", "data_parallel"])
+def test_one_process_may_be_requested_for_strategies_that_use_one(strategy: str) -> None:
+    assert config.load_config(Config, [f"strategy={strategy}", "processes_per_node=1"], {}).processes == 1
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 4])
@@ -212,6 +218,37 @@ def test_a_sweep_compares_on_one_kind_of_device(gpus: int, strategies: list[str]
     cells = list_points(Config(), gpus)
     assert [cell["strategy"] for cell in cells] == strategies
     assert {cell.get("launch.device") for cell in cells} == {device}
+
+
+SETTINGS_OF_ONE_STRATEGY = [
+    "processes_per_node=4",
+    "launch.nodes=2",
+    "sync_batchnorm=true",
+    "zero1=true",
+    "dropout=0.1",
+    "recompute=blocks",
+    "strategy=data_parallel functional=true",
+]
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+@pytest.mark.parametrize("settings", SETTINGS_OF_ONE_STRATEGY)
+def test_a_sweep_omits_settings_that_other_strategies_refuse(settings: str, gpus: int) -> None:
+    arguments = [*settings.split(), "sweep=true", "repeats=1"]
+    cfg = config.load_config(Config, arguments, {})
+    points = experiment_sweep.plan_points(load_grid("resnet_dataparallel"), "resnet_dataparallel", cfg, arguments, gpus)
+    point_settings = {point.values["strategy"]: point.settings for point in points}
+    is_refused = "dropout" in settings or "recompute" in settings
+    assert ("data_parallel" in point_settings) is (gpus > 0 and not is_refused)
+    ddp = replace(cfg, strategy="ddp", compare=False, functional=False)
+    ddp_point = cast(Config, point_settings["ddp"])
+    assert replace(ddp_point, log=cfg.log, grid=cfg.grid) == ddp, "ddp keeps its settings"
+
+
+def test_a_sweep_names_the_setting_without_which_data_parallel_would_be_compared() -> None:
+    summary = summarize_runs(config.load_config(Config, ["dropout=0.1"], {}), 2, [])
+    assert summary.lines["data_parallel"].endswith("to compare it, omit dropout=0.1")
+    assert "GPUs found: 0" in summarize_runs(Config(), 0, []).lines["data_parallel"]
 
 
 def build_small_resnet() -> networks.ResNet:

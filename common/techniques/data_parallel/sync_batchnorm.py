@@ -66,7 +66,7 @@ class SyncBatchNormNd(_BatchNorm):
         with torch.no_grad():
             mean, variance, count = self.gather_moments(x)
             if count[0] < 2:
-                raise ValueError("BatchNorm requires more than one value per channel in training; use a larger batch")
+                raise UserError("BatchNorm requires more than one value per channel in training; use a larger batch")
             self.num_batches_tracked += 1
             self.running_mean.lerp_(mean, self.momentum)
             unbiased_variance = variance * (count / (count - 1))

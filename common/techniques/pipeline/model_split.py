@@ -24,6 +24,7 @@ from common.runs.resolved_settings import record_resolved_settings, warn_of_lost
 from common.system.errors import UserError
 from common.techniques.pipeline import partition
 from common.techniques.pipeline.executor import LossFunction, PipelineEngine
+from common.training.model_errors import explain_layer_errors
 from common.training.run_context import RunContext
 from configs.pipeline import PipelineConfig
 
@@ -41,7 +42,8 @@ def split_model(cfg: PipelineConfig, model: nn.Sequential, run: RunContext) -> l
     if sample.is_floating_point():
         sample = sample.float()  # as the parameters, whose type changes later
     try:
-        stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
+        with explain_layer_errors():
+            stages = partition.split_into_stages(model, choose_partition(cfg, model, sample, run))
     except ValueError as error:
         raise UserError(str(error)) from None
     for stage in stages:

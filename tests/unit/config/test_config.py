@@ -176,6 +176,7 @@ INVALID_SETTINGS_IN_FILES = {
     "split: fc2]": "split=fc2]: expected a list such as [a,b]; allowed: list",
     "optim.lr: fast": "optim.lr=fast: expected a decimal number; allowed: float from 0 to 100",
     "splits: [fc2]": "unknown key splits; did you mean split?",
+    "wandb: {tags: [a, '${']}": "wandb.tags=[a,${]: interpolations are not allowed; allowed: list",
 }
 
 

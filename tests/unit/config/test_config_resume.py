@@ -119,6 +119,27 @@ def test_a_resumed_run_keeps_its_number_of_steps_per_epoch(tmp_path: Path) -> No
         load_config(ResNetConfig, [f"--resume={run}", "last_batch=drop"], {})
 
 
+def test_a_fixed_setting_may_be_repeated_in_another_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = create_run(tmp_path, load_config(DataParallelConfig, ["batch=24", f"model={tmp_path}/net.py:Net"], {}))
+    resumed = load_config(DataParallelConfig, [f"--resume={run}", "batch=024", "model=~/net.py:Net"], {})
+    assert config.find_changes(run, resumed) == {}
+    for change in ("batch=48", "model=~/other.py:Net"):
+        with pytest.raises(UserError, match="cannot change when a run is resumed: it was"):
+            load_config(DataParallelConfig, [f"--resume={run}", change], {})
+    with pytest.raises(UserError, match="batch=many: expected an integer"):
+        load_config(DataParallelConfig, [f"--resume={run}", "batch=many"], {})
+
+
+def test_a_fixed_setting_that_an_older_version_did_not_have_keeps_its_default(tmp_path: Path) -> None:
+    run = create_run(tmp_path, ResNetConfig())
+    file = run / "config.yaml"
+    file.write_text(file.read_text().replace("last_batch: keep\n", ""))
+    load_config(ResNetConfig, [f"--resume={run}", "last_batch=keep"], {})
+    with pytest.raises(UserError, match=r"^last_batch cannot change when a run is resumed: it was keep;"):
+        load_config(ResNetConfig, [f"--resume={run}", "last_batch=drop"], {})
+
+
 def test_changes_of_the_communication_are_kept_and_those_of_the_launch_are_not(tmp_path: Path) -> None:
     run = create_run(tmp_path, DataParallelConfig())
     communication = ["launch.backend=builtin", "launch.algorithm=tree", "launch.tls=true"]

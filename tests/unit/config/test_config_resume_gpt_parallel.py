@@ -25,6 +25,13 @@ def test_the_network_of_a_resumed_run_cannot_change(change: str, tmp_path: Path)
         load_config(Config, [f"--resume={run}", change], {})
 
 
+@pytest.mark.parametrize("text", ["True", "true"])
+def test_an_unchanged_setting_of_the_network_may_be_repeated(text: str, tmp_path: Path) -> None:
+    run = create_run(tmp_path, load_config(Config, [], {}))
+    resumed = load_config(Config, [f"--resume={run}", f"tied={text}"], {})
+    assert config.find_changes(run, resumed) == {}
+
+
 def test_the_file_of_a_resumed_run_may_be_named_differently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -53,3 +53,36 @@ def test_only_steps_that_the_gpu_has_completed_are_measured(gpu: FakeGpu) -> Non
 
     gpu.delay = 100.0
     assert timer.estimate_seconds_to_backward() is None
+
+
+class WaitingLayer(nn.Linear):
+    """A layer that computes for STEP_SECONDS and then waits for other ranks for three times as long."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__(1, 1)
+        self.gpu = gpu
+        self.waiting_seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gpu.now += 4 * STEP_SECONDS
+        self.waiting_seconds += 3 * STEP_SECONDS
+        return super().forward(x)
+
+    def pop_waiting_seconds(self) -> float:
+        seconds = self.waiting_seconds
+        self.waiting_seconds = 0.0
+        return seconds
+
+
+@pytest.mark.parametrize("sharded_layers", [0, 1])
+def test_the_forward_time_excludes_only_the_waiting_time_of_the_forward_pass(sharded_layers: int, gpu: FakeGpu) -> None:
+    model = nn.Sequential(WaitingLayer(gpu), WaitingLayer(gpu))
+    timer = step_timing.StepTimer(model, torch.device("cuda", 0), model[:sharded_layers])
+    for batch in timer.iterate_batches([torch.ones(1, 1)] * (steady_steps.WARM_UP + 1)):
+        model(batch)
+        timer.record_backward_start()
+        model(batch)  # as with recomputation
+    rank_times = timer.summarize_steps()
+    assert rank_times is not None
+    measured_layers = sharded_layers or len(model)
+    assert rank_times.before_backward == pytest.approx(measured_layers * STEP_SECONDS, abs=2e-6)

@@ -10,6 +10,7 @@ import pytest
 from common.config import config
 from common.system import host_memory, process_limits
 from configs.amp_accum import Config as PrecisionConfig
+from configs.ddp_multinode import Config as DataParallelConfig
 from configs.resnet_modelparallel import Config as PipelineConfig
 from tests.harness.commands.processes import run_experiment
 
@@ -65,3 +66,20 @@ def test_the_estimate_includes_all_replicas() -> None:
 def test_the_estimate_includes_gradients_and_optimizer_state() -> None:
     resnet50 = config.load_config(PrecisionConfig, ["model=resnet50"], {})
     assert host_memory.estimate_memory_bytes(resnet50) > 2 * 3 * 4 * 23e6
+
+
+TENSORS_PER_HOST = {
+    "": 4 * 4,
+    "strategy=fsdp": 4,  # one replica needs as much memory as the models that the ranks build
+    "strategy=fsdp fsdp=2": 2 * 4,
+    "zero1=true": 4 * 2 + 2,
+    "zero1=true launch.nodes=2 processes_per_node=2": 2 * 2 + 1,
+}
+
+
+@pytest.mark.parametrize("settings, tensors", TENSORS_PER_HOST.items())
+def test_the_estimate_counts_divided_tensors_once(settings: str, tensors: int) -> None:
+    arguments = ["model=resnet50", "optim.name=adam", "processes_per_node=4", *settings.split()]
+    cfg = config.load_config(DataParallelConfig, arguments, {})
+    parameter_bytes = 4 * cfg.estimated_parameters
+    assert host_memory.estimate_memory_bytes(cfg) == pytest.approx(tensors * parameter_bytes)

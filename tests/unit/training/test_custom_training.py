@@ -253,6 +253,18 @@ def test_settings_that_do_not_suit_the_targets_are_refused(
         try_settings(data_sets, name, *settings)
 
 
+def test_a_text_has_no_accuracy_by_which_the_best_checkpoint_could_be_chosen(
+    data_sets: dict[str, PreparedDataset],
+) -> None:
+    text = replace(data_sets["labels"], name="text")
+    settings = ["data.name=text", "model=net.py:Net"]
+    cfg = config.load_config(mnist_pipeline.Config, [*settings, "checkpoint.best=test_loss"], {})
+    custom_training.check_targets(cfg, text)
+    cfg = config.load_config(mnist_pipeline.Config, [*settings, "checkpoint.best=test_accuracy"], {})
+    with pytest.raises(UserError, match=r"data\.name=text does not have; use checkpoint\.best=test_loss"):
+        custom_training.check_targets(cfg, text)
+
+
 def test_only_a_sequence_of_layers_can_be_split_or_get_dropout(
     tmp_path: Path, data_sets: dict[str, PreparedDataset]
 ) -> None:

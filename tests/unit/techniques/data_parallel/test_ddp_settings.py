@@ -31,6 +31,7 @@ INVALID_SETTINGS = {
     "fsdp=2": "fsdp=2 needs strategy=fsdp; set strategy=fsdp or use fsdp=0",
     "reshard=false": "reshard=false needs strategy=fsdp; set strategy=fsdp or use reshard=true",
     "strategy=fsdp fsdp=1": "fsdp=1 divides no parameters; use fsdp=2 or more ... or strategy=ddp",
+    "strategy=fsdp fsdp=2 processes_per_node=1": "but the run has one; use processes_per_node=2, or fsdp=0",
     "strategy=fsdp fsdp=4 batch=48 processes_per_node=6": "6 ranks cannot be divided evenly by fsdp=4; use fsdp=2 or 3",
     "elastic=true processes_per_node=1": "requires at least two ranks ... processes_per_node=2",
     "shards=auto strategy=fsdp": "shards=auto ... strategy=fsdp ... such as shards=[3,1]",
