@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from common.backend.tls import TlsSocket
+from common.checkpoint.loading import LoadedCheckpoint
 from common.ranks import backend_setup, local_launcher, objects, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
@@ -32,6 +34,7 @@ from common.runs.folder import RunFolder
 from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.exit_status import EXIT_RESUMABLE
+from common.techniques.elastic import peer_copy
 from common.techniques.elastic.member import Member
 from configs.dataparallel import Elastic
 from configs.shared import Launch
@@ -132,6 +135,29 @@ def rank_1_sends_pickles(world: World, folder: Path) -> None:
         assert not created_file.exists()
         pickle.loads(pickled)
         assert created_file.exists()
+
+
+def copy_a_state_in_pieces(world: World, folder: Path) -> None:
+    """Copy a training state that is larger than the largest value from rank 1 to rank 2."""
+    weights = torch.arange(5000.0)
+    model = {"weights": weights if world.rank == 1 else torch.zeros_like(weights)}
+    loaded: list[LoadedCheckpoint] = []
+    state = cast(
+        Any,
+        SimpleNamespace(
+            collect_local_state=lambda: SimpleNamespace(model=model, optimizer={}, common={}, local={}),
+            load_peer_state=loaded.append,
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "MAX_VALUE_BYTES", 5000)
+        patch.setattr(peer_copy, "PIECE_BYTES", 4000)
+        peer_copy.broadcast_state(state, 1, world, 7, loads=world.rank == 2)
+    if world.rank != 2:
+        assert not loaded
+        return
+    assert loaded[0].step == 7
+    assert torch.equal(loaded[0].model["weights"], weights)
 
 
 def rank_1_raises_an_error(world: World, folder: Path) -> None:
