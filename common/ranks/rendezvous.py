@@ -152,6 +152,7 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     # `choose_device_and_backend` has set the current device, which nccl uses for barriers
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
+    set_default_timeout(step_timeout)
     hosts = exchange_host_names(store, rank_info, setup_timeout)
     transport = None
     if backend_setup is not None:
@@ -273,6 +274,12 @@ def set_interface(name: str) -> None:
     """Set the network interface of gloo and NCCL."""
     os.environ["GLOO_SOCKET_IFNAME"] = name
     os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def set_default_timeout(timeout: datetime.timedelta) -> None:
+    """Set the time limit of process groups that are created without one, such as those of a DeviceMesh."""
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def count_usable_cores(rank_info: RankInfo) -> int:

@@ -8,6 +8,7 @@ FOLDER is for the files of the case. The exit status is that of the launcher.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import os
 import pickle
@@ -23,6 +24,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from common.backend.tls import TlsSocket
 from common.checkpoint.loading import LoadedCheckpoint
@@ -58,6 +60,12 @@ def wait_for_ranks_by_name(world: World, folder: Path) -> None:
             (folder / name).touch()
         dataclasses.replace(world, backend="nccl").wait_for_all_ranks(name)
         assert (folder / name).exists()
+
+
+def get_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """Return the time limit of a process group."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return cast(datetime.timedelta, backend.options._timeout)
 
 
 def reduce_and_gather_ranks(world: World, folder: Path) -> None:
@@ -158,6 +166,18 @@ def copy_a_state_in_pieces(world: World, folder: Path) -> None:
         return
     assert loaded[0].step == 7
     assert torch.equal(loaded[0].model["weights"], weights)
+
+
+def create_a_mesh(world: World, folder: Path) -> None:
+    """Create a mesh of two of the three ranks, whose process group is not that of all ranks."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
+    if world.rank < 2:
+        group = mesh.get_group("shards")
+        assert group is not dist.group.WORLD
+        assert get_timeout(group) == world.timeout
+    expected_timeout = {"nccl": world.timeout, "gloo": world.timeout}
+    timeouts = {backend: dist.distributed_c10d._get_default_timeout(backend) for backend in expected_timeout}
+    assert timeouts == expected_timeout
 
 
 def rank_1_raises_an_error(world: World, folder: Path) -> None:

@@ -17,6 +17,7 @@ from common.system import network
 from common.system.errors import UnreachableError, UserError
 from configs.shared import Launch
 from tests.harness.ranks.folder_rendezvous import fork
+from tests.harness.ranks.programs import execute_launch_case
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -91,3 +92,9 @@ def test_a_name_of_the_first_host_that_other_hosts_cannot_use_is_refused() -> No
         rendezvous.check_rank0_name(make_rank_info(0, "1", nodes=2))
     with pytest.raises(UserError, match="cannot resolve its own name"):
         rendezvous.check_rank0_name(make_rank_info(0, "1", master="no-such-host.invalid"))
+
+
+@pytest.mark.parametrize("backend", ["auto", "builtin"])
+def test_groups_of_a_mesh_have_the_step_timeout(backend: str, tmp_path: Path) -> None:
+    process = execute_launch_case("create_a_mesh", tmp_path, backend)
+    assert process.returncode == 0, process.stderr
