@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import json
 import os
 import shutil
 import socket
@@ -153,7 +154,7 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
     set_default_timeout(step_timeout)
-    hosts = exchange_host_names(store, rank_info, setup_timeout)
+    hosts = exchange_host_names(store, rank_info, backend, setup_timeout)
     transport = None
     if backend_setup is not None:
         transport = backend_setup.register(rank_info, settings, hosts, interface, identity)
@@ -326,13 +327,16 @@ def check_gpus(ranks: int, gpus: int) -> None:
         )
 
 
-def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Exchange the host names of all ranks through the store.
+def exchange_host_names(
+    store: dist.Store, rank_info: RankInfo, backend: str, timeout: datetime.timedelta
+) -> tuple[str, ...]:
+    """Exchange the host names of all ranks through the store, and compare the hosts.
 
-    Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout.
+    Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout. Raises
+    UserError if the hosts have different backends or different numbers of ranks.
     """
     keys = [f"here/{rank}" for rank in range(rank_info.size)]
-    store.set(keys[rank_info.rank], socket.gethostname())
+    store.set(keys[rank_info.rank], json.dumps([socket.gethostname(), rank_info.local_size, backend]))
     try:
         store.wait(keys, timeout)
     except (RuntimeError, dist.DistError):
@@ -341,4 +345,34 @@ def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetim
             f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; "
             "check the logs of the missing ranks, or raise launch.setup_timeout"
         ) from None
-    return tuple(store.get(key).decode() for key in keys)
+    hosts = [json.loads(store.get(key)) for key in keys]
+    problem = find_host_difference(hosts)
+    if problem:
+        wait_for_reading_ranks(store, rank_info, timeout)
+        raise UserError(problem)
+    return tuple(name for name, _, _ in hosts)
+
+
+def find_host_difference(hosts: Sequence[tuple[str, int, str]]) -> str:
+    """Return how a host differs from that of rank 0, with a remedy; an empty string if no host differs.
+
+    `hosts` contains the host name, the number of ranks on this host, and the backend of each rank.
+    """
+    first_name, first_size, first_backend = hosts[0]
+    for name, size, backend in hosts:
+        if size != first_size:
+            sizes = f"{first_name} has {format_count(first_size, 'rank')}, but {name} has {size}"
+            return f"{sizes}; use the same --nproc-per-node on all hosts"
+        if backend != first_backend:
+            backends = f"{first_name} uses the backend {first_backend}, but {name} uses {backend}"
+            return f"{backends}; if a host has fewer GPUs than ranks, set launch.mixed=true or launch.device=cpu"
+    return ""
+
+
+def wait_for_reading_ranks(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> None:
+    """On rank 0, wait until all ranks have read the host names, because the store may end with rank 0."""
+    keys = [f"read/{rank}" for rank in range(rank_info.size)]
+    store.set(keys[rank_info.rank], "")
+    if rank_info.rank == 0:
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            store.wait(keys, timeout)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from common.ranks import rendezvous
 from common.ranks.rank_info import RankInfo
@@ -92,6 +93,29 @@ def test_a_name_of_the_first_host_that_other_hosts_cannot_use_is_refused() -> No
         rendezvous.check_rank0_name(make_rank_info(0, "1", nodes=2))
     with pytest.raises(UserError, match="cannot resolve its own name"):
         rendezvous.check_rank0_name(make_rank_info(0, "1", master="no-such-host.invalid"))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "backends", "message"),
+    [
+        ([2, 2, 2], ["nccl", "nccl", "gloo"], "uses the backend nccl, but .* uses gloo; .* set launch.mixed=true or"),
+        ([2, 2, 1], ["gloo", "gloo", "gloo"], "has 2 ranks, but .* has 1; use the same --nproc-per-node on all hosts"),
+    ],
+)
+def test_hosts_with_different_backends_or_numbers_of_ranks_are_refused(
+    sizes: list[int], backends: list[str], message: str
+) -> None:
+    """Otherwise, the ranks would wait for each other until the time limit of the process group."""
+    store = HashStore()
+
+    def exchange(rank: int) -> tuple[str, ...]:
+        rank_info = RankInfo(rank, size=3, local_size=sizes[rank], launcher="torchrun")
+        return rendezvous.exchange_host_names(store, rank_info, backends[rank], TIMEOUT)
+
+    with ThreadPoolExecutor(3) as pool:
+        for future in [pool.submit(exchange, rank) for rank in range(3)]:
+            with pytest.raises(UserError, match=message):
+                future.result()
 
 
 @pytest.mark.parametrize("backend", ["auto", "builtin"])
