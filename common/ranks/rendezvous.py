@@ -202,11 +202,26 @@ def set_up_rendezvous(
         store = open_torchrun_store(rank_info, timeout)
     else:
         store = open_slurm_store(rank_info, timeout)
-    address = network.resolve_ipv4(rank_info.master.partition(":")[0])
-    if not interface:
-        interface = "lo" if rank_info.nodes == 1 else network.find_interface(address)
+    interface = interface or find_interface_to_rank0(rank_info)
     set_interface(interface)
     return store, interface
+
+
+def find_interface_to_rank0(rank_info: RankInfo) -> str:
+    """Return the name of the network interface that connects this host to rank 0.
+
+    Raises UserError if the address of rank 0 is not an IPv4 address and cannot be resolved to one.
+    """
+    if rank_info.nodes == 1:
+        return "lo"
+    host = rank_info.master.rpartition(":")[0] if rank_info.launcher == "torchrun" else rank_info.master
+    try:
+        return network.find_interface(network.resolve_ipv4(host))
+    except OSError as error:
+        raise UserError(
+            f"{socket.gethostname()} has no IPv4 route to rank 0 on {host}: {summarize_error(error)}; use an IPv4 "
+            "address or a name that resolves to one, or set launch.interface"
+        ) from None
 
 
 def prevent_destruction(store: dist.FileStore) -> None:

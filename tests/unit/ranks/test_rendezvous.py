@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import socket
 from collections.abc import Iterator
@@ -93,6 +94,15 @@ def test_a_name_of_the_first_host_that_other_hosts_cannot_use_is_refused() -> No
         rendezvous.check_rank0_name(make_rank_info(0, "1", nodes=2))
     with pytest.raises(UserError, match="cannot resolve its own name"):
         rendezvous.check_rank0_name(make_rank_info(0, "1", master="no-such-host.invalid"))
+
+
+def test_an_ipv6_address_of_rank_0_is_refused() -> None:
+    """The network interface of gloo and NCCL is found with an IPv4 address."""
+    rank_info = RankInfo(1, size=2, nodes=2, launcher="torchrun", master="fd00::1:29400")
+    message = "no IPv4 route to rank 0 on fd00::1: .*; use an IPv4 address or a name that resolves to one, or set"
+    with pytest.raises(UserError, match=message):
+        rendezvous.find_interface_to_rank0(rank_info)
+    assert rendezvous.find_interface_to_rank0(dataclasses.replace(rank_info, master="127.0.0.1:29400")) == "lo"
 
 
 @pytest.mark.parametrize(
