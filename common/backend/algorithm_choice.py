@@ -21,7 +21,7 @@ from common.backend.torch_registration import replace_all_reduce_algorithm
 from common.config.changed_settings import read_last_changes
 from common.config.config import read_settings
 from common.ranks.rendezvous import World
-from common.runs.resolved_settings import record_resolved_settings, warn_of_lost_choice
+from common.runs.resolved_settings import record_choice_of_attempt, record_resolved_settings, warn_of_lost_choice
 from configs.shared import Launch
 
 CONFIG_KEY = "launch.algorithm"
@@ -46,8 +46,9 @@ def set_all_reduce_algorithm(launch: Launch, run: Path, world: World) -> None:
 def load_or_choose_algorithm(run: Path, world: World) -> str:
     """Return the all-reduce algorithm of a run folder, or choose and store one if the setting is `auto`.
 
-    An attempt that was resumed with `auto` instead of another algorithm chooses its own, which is not stored. All ranks
-    must call this function. Raises UserError if the choice cannot be written.
+    An attempt that was resumed with `auto` instead of another algorithm chooses its own, which is stored with the
+    changed settings of the attempt. All ranks must call this function. Raises UserError if the choice cannot be
+    written.
     """
     stored = None
     is_changed = False
@@ -60,7 +61,9 @@ def load_or_choose_algorithm(run: Path, world: World) -> str:
     choice = world.broadcast(choose_algorithm_by_link_speeds(world))
     if world.is_main:
         print(f"{CONFIG_KEY}=auto: using {describe_algorithm_choice(choice)}", flush=True)
-    if world.is_main and not is_changed:
+    if is_changed:
+        record_choice_of_attempt(run, CONFIG_KEY, choice)
+    elif world.is_main:
         warn_of_lost_choice(run, CONFIG_KEY)
         record_resolved_settings(run, {CONFIG_KEY: choice})
     return str(choice)

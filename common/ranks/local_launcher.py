@@ -144,16 +144,18 @@ class RankForker:
 
 
 def fork_rank(body: Callable[[RankInfo], None], info: RankInfo, error_file: Path) -> int:
-    """Fork the process of one rank and return its process id."""
+    """Fork the process of one rank and return its process id. Raises OSError if the fork fails."""
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
     # Until the child sets its own handlers, a signal would run the parent's handlers in the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    pid = os.fork()
-    if pid == 0:
-        run_rank_in_child_process(body, info, error_file, parent)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            run_rank_in_child_process(body, info, error_file, parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return pid
 
 

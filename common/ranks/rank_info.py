@@ -60,7 +60,7 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
 
     Return None if the variables are not set. The variables of torchrun have priority, because users can start torchrun
     inside a SLURM allocation. Only processes that srun started count as SLURM ranks. The batch script and the
-    interactive shell of an allocation do not.
+    interactive shell of an allocation do not. Raises UserError if the hosts have different numbers of ranks.
     """
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
         return read_torchrun_rank(environ)
@@ -72,9 +72,14 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
 
 
 def read_torchrun_rank(environ: Mapping[str, str]) -> RankInfo:
-    """Read the position of a rank that torchrun started."""
+    """Read the position of a rank that torchrun started. Raises UserError if hosts have different numbers of ranks."""
     size = int(environ["WORLD_SIZE"])
     local_size = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size % local_size:
+        raise UserError(
+            f"torchrun started {size} ranks, of which {local_size} run on this host; use the same --nproc-per-node on "
+            "all hosts"
+        )
     return RankInfo(
         rank=int(environ["RANK"]),
         size=size,

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import datetime
+import json
 import os
 import shutil
 import socket
@@ -27,11 +28,9 @@ from common.ranks import objects
 from common.ranks.backend_setup import import_backend_setup
 from common.ranks.rank_info import RankInfo
 from common.system import network
-from common.system.errors import UnreachableError, UserError, summarize_error
+from common.system.errors import UnreachableError, UserError
 from common.system.text import format_count
 from configs.shared import Launch
-
-PROBE_SECONDS = 5.0  # a port that does not answer within this time belongs to another program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +151,8 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
     # `choose_device_and_backend` has set the current device, which nccl uses for barriers
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context")
     store, interface = set_up_rendezvous(rank_info, settings, setup_timeout, key_folder)
-    hosts = exchange_host_names(store, rank_info, setup_timeout)
+    set_default_timeout(step_timeout)
+    hosts = exchange_host_names(store, rank_info, backend, setup_timeout)
     transport = None
     if backend_setup is not None:
         transport = backend_setup.register(rank_info, settings, hosts, interface, identity)
@@ -188,21 +188,21 @@ def set_up_rendezvous(
         set_interface("lo")
         store = dist.HashStore() if rank_info.is_joining else dist.FileStore(rank_info.master, rank_info.size)
         return store, "lo"
+    from common.ranks import host_rendezvous  # imported here because local runs do not need it
+
     interface = network.check_interface(settings.interface) if settings.interface else ""
     if key_folder is not None:
         if rank_info.rank == 0:
-            check_rank0_name(rank_info)
+            host_rendezvous.check_rank0_name(rank_info)
         store = dist.FileStore(str(key_folder / "store"), rank_info.size)
         prevent_destruction(store)
     elif rank_info.is_joining:
         store = dist.HashStore()
     elif rank_info.launcher == "torchrun":
-        store = open_torchrun_store(rank_info, timeout)
+        store = host_rendezvous.open_torchrun_store(rank_info, timeout)
     else:
-        store = open_slurm_store(rank_info, timeout)
-    address = network.resolve_ipv4(rank_info.master.partition(":")[0])
-    if not interface:
-        interface = "lo" if rank_info.nodes == 1 else network.find_interface(address)
+        store = host_rendezvous.open_slurm_store(rank_info, timeout)
+    interface = interface or host_rendezvous.find_interface_to_rank0(rank_info)
     set_interface(interface)
     return store, interface
 
@@ -215,64 +215,16 @@ def prevent_destruction(store: dist.FileStore) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # this reference is never released
 
 
-def open_torchrun_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Open the rendezvous store at torchrun's port. The torchrun agent usually serves this store.
-
-    Raises UnreachableError if rank 0 cannot be reached.
-    """
-    host, _, port = rank_info.master.rpartition(":")
-    is_server = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store = dist.TCPStore(host, int(port), rank_info.size, is_server, timeout=timeout, wait_for_workers=False)
-        return dist.PrefixStore(f"start-{rank_info.attempt_id}", store)  # torchrun keeps its store across restarts
-    except (RuntimeError, dist.DistError) as error:
-        raise UnreachableError(
-            f"rank {rank_info.rank} cannot reach rank 0 at {rank_info.master}: {summarize_error(error)}"
-        ) from None
-
-
-def open_slurm_store(rank_info: RankInfo, timeout: datetime.timedelta) -> dist.Store:
-    """Open a store that rank 0 serves on a port derived from the id of the attempt.
-
-    Rank 0 uses the first free port of a list, and the other ranks try all ports of the list. Raises UnreachableError if
-    rank 0 does not answer.
-    """
-    candidates = network.derive_ports(rank_info.attempt_id)
-
-    def serve(port: int) -> dist.TCPStore:
-        store = dist.TCPStore(rank_info.master, port, rank_info.size, True, timeout=timeout, wait_for_workers=False)
-        store.set("token", rank_info.attempt_id)
-        return store
-
-    def open_client(port: int) -> dist.TCPStore | None:
-        limit = datetime.timedelta(seconds=PROBE_SECONDS)
-        store = dist.TCPStore(rank_info.master, port, rank_info.size, False, timeout=limit, wait_for_workers=False)
-        return store if store.get("token").decode() == rank_info.attempt_id else None
-
-    def connect(port: int) -> dist.TCPStore | None:
-        try:  # TCPStore's timeout does not cover another program that accepts the connection but never answers
-            store = network.call_with_timeout(PROBE_SECONDS, lambda: open_client(port))
-        except (RuntimeError, dist.DistError):
-            return None
-        if store is not None:
-            store.set_timeout(timeout)
-        return store
-
-    if rank_info.rank == 0:
-        check_rank0_name(rank_info)
-        return network.serve_on_free_port(candidates, serve)
-    return network.connect_to_rank0(rank_info.master, candidates, connect, timeout.total_seconds())
-
-
-def check_rank0_name(rank_info: RankInfo) -> None:
-    """Raise UserError if other hosts cannot reach rank 0 by its host name."""
-    network.resolve_for_other_hosts(rank_info.master, "the host of rank 0", rank_info.nodes)
-
-
 def set_interface(name: str) -> None:
     """Set the network interface of gloo and NCCL."""
     os.environ["GLOO_SOCKET_IFNAME"] = name
     os.environ["NCCL_SOCKET_IFNAME"] = name
+
+
+def set_default_timeout(timeout: datetime.timedelta) -> None:
+    """Set the time limit of process groups that are created without one, such as those of a DeviceMesh."""
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def count_usable_cores(rank_info: RankInfo) -> int:
@@ -319,13 +271,16 @@ def check_gpus(ranks: int, gpus: int) -> None:
         )
 
 
-def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetime.timedelta) -> tuple[str, ...]:
-    """Exchange the host names of all ranks through the store.
+def exchange_host_names(
+    store: dist.Store, rank_info: RankInfo, backend: str, timeout: datetime.timedelta
+) -> tuple[str, ...]:
+    """Exchange the host names of all ranks through the store, and compare the hosts.
 
-    Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout.
+    Raises UnreachableError, which names the missing ranks, if some ranks do not join within the timeout. Raises
+    UserError if the hosts have different backends or different numbers of ranks.
     """
     keys = [f"here/{rank}" for rank in range(rank_info.size)]
-    store.set(keys[rank_info.rank], socket.gethostname())
+    store.set(keys[rank_info.rank], json.dumps([socket.gethostname(), rank_info.local_size, backend]))
     try:
         store.wait(keys, timeout)
     except (RuntimeError, dist.DistError):
@@ -334,4 +289,10 @@ def exchange_host_names(store: dist.Store, rank_info: RankInfo, timeout: datetim
             f"{', '.join(missing)} did not join within {timeout.total_seconds():.0f} s; "
             "check the logs of the missing ranks, or raise launch.setup_timeout"
         ) from None
-    return tuple(store.get(key).decode() for key in keys)
+    hosts = [json.loads(store.get(key)) for key in keys]
+    if any(host[1:] != hosts[0][1:] for host in hosts):
+        from common.ranks import host_rendezvous  # imported here because few runs need it
+
+        host_rendezvous.wait_for_reading_ranks(store, rank_info, timeout)
+        raise UserError(host_rendezvous.describe_host_difference(hosts))
+    return tuple(name for name, _, _ in hosts)

@@ -1,6 +1,7 @@
 """Settings that a run has measured or chosen: the file resolved.yaml beside config.yaml.
 
-The config of a run does not change. `common.config.config.read_settings` reads both files.
+The config of a run does not change. `common.config.config.read_settings` reads both files. If an attempt has chosen a
+setting that differs from the config, the choice is stored with the changed settings of the attempt.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.config import config
+from common.config import changed_settings, config
 from common.config.yaml_values import format_values
-from common.runs.folder import RunFolder, write_atomic
+from common.runs.folder import RunFolder, write_atomic, write_json
 
 
 def record_resolved_settings(run: Path, values: Mapping[str, Any]) -> None:
@@ -25,6 +26,19 @@ def record_resolved_settings(run: Path, values: Mapping[str, Any]) -> None:
     file = run / config.RESOLVED_FILE
     known = config.read_config_file(file) if file.exists() else {}
     write_atomic(file, format_values(known | dict(values)), durable=True)
+
+
+def record_choice_of_attempt(run: Path, name: str, value: str) -> None:
+    """Replace the new value of a changed setting of the newest attempt, so that later attempts use this choice.
+
+    Only one rank may call this function. Raises UserError if the file cannot be written or is damaged.
+    """
+    changes = changed_settings.read_last_changes(run)
+    old_value, _ = changes.pop(name)
+    if value != old_value:
+        changes[name] = (old_value, value)
+    newest_attempt = RunFolder(run).list_attempts()[-1]
+    write_json(newest_attempt.attempt_folder / changed_settings.CHANGES_FILE, changes)
 
 
 def warn_of_lost_choice(run: Path, name: str) -> None:

@@ -62,7 +62,7 @@ def collect_basic_host_facts(world: World, folder: Path) -> HostFacts:
     return {
         "rank": world.rank,
         "host": socket.gethostname(),
-        "address": resolve_host_address(),
+        "address": None if world.launcher == "torchrun" else resolve_host_address(),  # torchrun uses the master address
         "versions": versions,
         "device": device,
         "memory_free_gb": round(free_bytes / 1e9, 1),
@@ -298,10 +298,11 @@ def find_host_problems(facts: HostFacts, hosts: int) -> list[str]:
     """Return the problems of a host that can be found without comparing hosts."""
     host = format_host(facts)
     problems = []
-    if not facts["address"]:
+    address = facts["address"]
+    if address == "":
         problems.append(f"{host} cannot resolve its own name; add the name to /etc/hosts or DNS")
-    elif hosts > 1 and facts["address"].startswith("127."):
-        problem = f"resolves its own name to {facts['address']}, which other hosts cannot reach"
+    elif hosts > 1 and address and address.startswith("127."):
+        problem = f"resolves its own name to {address}, which other hosts cannot reach"
         problems.append(f"{host} {problem}; correct the entry in /etc/hosts or DNS")
     if facts["cores"] < facts["cores_asked"]:
         problem = f"can use only {facts['cores']} of the {facts['cores_asked']} requested cores"

@@ -173,9 +173,10 @@ def connect_to_rank(
             if not tls_failure and not isinstance(error, ConnectionResetError | BrokenPipeError):
                 limit = min(deadline, start + network.UNREACHABLE_SECONDS)
         if time.monotonic() > limit:
+            remedy = "raise launch.setup_timeout" if limit == deadline else "set launch.interface"
             raise UnreachableError(
                 f"rank {direction.source} cannot connect to {description}: {reason}; see the log of rank "
-                f"{direction.target}, check the firewall, or raise launch.setup_timeout"
+                f"{direction.target}, check the firewall, or {remedy}"
             )
         if reason != last_reason:
             last_reason = reason

@@ -16,6 +16,7 @@ from common.measure.step_timing import StepTimer, gather_step_times
 from common.ranks.rendezvous import World
 from common.runs.result import Report, ReportData
 from common.techniques.data_parallel.scaling_report import ScalingReport, compute_imbalance
+from common.techniques.data_parallel.single_process_baseline import SKIPPED_COMPARISON
 from configs.networks import get_network_name
 from configs.resnet_dataparallel import ONE_DEVICE_MESSAGE, Config
 
@@ -78,8 +79,8 @@ def report_devices(
     seconds = [rank.before_backward for rank in scaling.ranks]
     imbalance = {"memory": compute_imbalance(peaks), "before_backward": compute_imbalance(seconds)}
     rows = describe_devices(cfg, devices, peaks, imbalance, last_batch)
-    if cfg.compare and devices > 1 and samples < cfg.batch:
-        rows["comparison"] = NO_COMPARISON.format(samples, cfg.batch)
+    if cfg.compare and devices > 1 and not rates:
+        rows["comparison"] = SKIPPED_COMPARISON if samples >= cfg.batch else NO_COMPARISON.format(samples, cfg.batch)
 
     kind = "device" if local_devices else "rank"
     memory = {f"{kind} {number}": peak for number, peak in enumerate(peaks)}

@@ -34,6 +34,8 @@ from configs.shared import Regularization
 COMPARE_ROUNDS = 3
 COMPARE_STEPS = 5  # number of timed steps per strategy and round
 MAX_SHARD_LINES = 5
+WARM_UP_STEPS = 2
+SKIPPED_COMPARISON = "skipped: the other ranks would wait too long for rank 0; raise launch.step_timeout"
 
 
 def make_step_function(
@@ -64,20 +66,35 @@ def make_step_function(
 
 
 def time_steps(step: Callable[[], Tensor], device: torch.device, count: int, budget: float = math.inf) -> float:
-    """Return the mean duration of up to `count` steps in seconds, after two warm-up steps.
+    """Return the mean duration of up to `count` steps in seconds, after WARM_UP_STEPS steps.
 
     Timing ends early after `budget` seconds.
     """
-    return mean(time_calls(step, device, count, warm_up=2, budget=budget))
+    return mean(time_calls(step, device, count, warm_up=WARM_UP_STEPS, budget=budget))
+
+
+def can_wait_for_rank_0(run: RunContext, steps: int, take_step: Callable[[], Tensor] | None) -> bool:
+    """Return whether rank 0 can take `steps` steps on the whole batch while the other ranks wait.
+
+    The estimated duration must not exceed half of launch.step_timeout. If this attempt has not timed its own steps,
+    rank 0 calls `take_step` once to measure the duration. All ranks must call this function.
+    """
+    world = run.world
+    if world.size == 1:
+        return True
+    step_seconds = world.size * run.compute_step_seconds()
+    if not step_seconds and take_step is not None:
+        (step_seconds,) = time_calls(take_step, run.device, 1, warm_up=0)
+    return bool(world.broadcast(steps * step_seconds <= world.timeout.total_seconds() / 2))
 
 
 def time_single_rank(cfg: Config, run: RunContext) -> float:
     """Return the mean duration in seconds of a step in which rank 0 alone trains on the whole batch.
 
-    The step is that of the run: with dropout, clipping and recomputation. The other ranks wait. All ranks must call
-    this function.
+    The step is that of the run: with dropout, clipping and recomputation. The other ranks wait. The result is 0 if they
+    would wait too long. All ranks must call this function.
     """
-    seconds = 0.0
+    step = None
     if run.world.is_main:
         model = networks.build_network(cfg.model, run.sample_shape, run.outputs).to(run.device, run.dtype)
         add_dropout(model, cfg.regularization.dropout, cfg.seed)
@@ -85,7 +102,11 @@ def time_single_rank(cfg: Config, run: RunContext) -> float:
             from common.techniques.recompute.api import recompute_blocks  # imported here because few runs recompute
 
             recompute_blocks(model, cfg.memory.recompute)
-        seconds = time_steps(make_step_function(run, model, model), run.device, count=20, budget=10.0)
+        step = make_step_function(run, model, model)
+    if not can_wait_for_rank_0(run, WARM_UP_STEPS + 1, step):
+        return 0.0
+    budget = min(10.0, run.world.timeout.total_seconds() / 4)
+    seconds = time_steps(step, run.device, count=20, budget=budget) if step else 0.0
     return float(run.world.broadcast(seconds))
 
 
@@ -104,14 +125,20 @@ class StepVariant:
 def measure_variant_throughputs(run: RunContext, sides: Sequence[StepVariant]) -> dict[str, list[float]]:
     """Measure the throughput of each variant in samples/s, one value per round.
 
-    In each round, the variants are timed one after another. All ranks must call this function.
+    In each round, the variants are timed one after another. The result is {} if the other ranks would wait too long
+    for rank 0. All ranks must call this function.
     """
     world = run.world
     rates = {side.name: list[float]() for side in sides}
     step_functions = {}
+    single_step = None
     for side in sides:
         if side.shard or world.is_main:
             step_functions[side.name] = make_step_function(run, *side.make_model(), side.shard or (0, 1))
+        if not side.shard:
+            single_step = single_step or step_functions.get(side.name)
+    if not can_wait_for_rank_0(run, WARM_UP_STEPS + COMPARE_STEPS, single_step):
+        return {}
     for number in range(COMPARE_ROUNDS):
         for side in sides:
             run.log_message(f"comparison, round {number + 1} of {COMPARE_ROUNDS}: {side.name}")
@@ -183,6 +210,9 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
         number_bytes = ddp.HOOK_ELEMENT_BYTES.get(cfg.communication, run.dtype.itemsize)
         communication = time_gradient_all_reduce(model, cfg.bucket_mb, number_bytes)
     single_rank_seconds = time_single_rank(cfg, run) if cfg.compare else 0.0
+    skipped = []
+    if cfg.compare and not single_rank_seconds:
+        skipped.append(ReportData({"comparison": SKIPPED_COMPARISON}))
     samples: float | None = run.local_samples_if_unequal
     auto_shards = run.find_hook(AutoShards)
     if auto_shards:
@@ -191,6 +221,7 @@ def report_scaling(cfg: Config, run: RunContext, model: nn.Module) -> list[Repor
     shards = f" = {run.world.size} x {cfg.batch_plan.shard}" if cfg.sharding.shards == ["equal"] else ""
     return [
         ReportData({"strategy": f"{cfg.strategy}, {get_network_name(cfg.model)}, batch {cfg.batch}{shards}"}),
+        *skipped,
         *report_rank_differences(cfg.sharding, run),
         ReportData({"peak memory": describe_peak_memory(run.memory, run.device)}),
         ScalingReport(times, run.world.hosts, run.compute_step_seconds(), communication, single_rank_seconds),

@@ -12,6 +12,8 @@ from common.checkpoint.train_state import TrainState
 from common.ranks import objects
 from common.ranks.rendezvous import World
 
+PIECE_BYTES = 256 << 20  # a training state may be larger than the largest value that ranks can exchange
+
 
 def broadcast_state(state: TrainState, source: int, world: World, step: int, *, loads: bool) -> None:
     """Send the training state that rank `source` has after step `step` to all ranks.
@@ -23,10 +25,10 @@ def broadcast_state(state: TrainState, source: int, world: World, step: int, *, 
     if world.rank == source:
         parts = vars(state.collect_local_state()).items()
         torch.save({name: convert_to_plain_values(part, name) for name, part in parts}, buffer)
-    received = objects.broadcast_bytes(buffer.getvalue(), source, world.device)
+    received = broadcast_in_pieces(buffer.getvalue(), source, world)
     if not loads:
         return
-    content = torch.load(io.BytesIO(received), weights_only=True, map_location="cpu")
+    content = torch.load(received, weights_only=True, map_location="cpu")
     state.load_peer_state(
         LoadedCheckpoint(
             step,
@@ -38,3 +40,18 @@ def broadcast_state(state: TrainState, source: int, world: World, step: int, *, 
             local=content["local"],
         )
     )
+
+
+def broadcast_in_pieces(payload: bytes, source: int, world: World) -> io.BytesIO:
+    """Return the bytes of rank `source` on all other ranks, sent in pieces of at most PIECE_BYTES.
+
+    The file that rank `source` gets is empty. All ranks must call this function.
+    """
+    received = io.BytesIO()
+    length = objects.broadcast_json(len(payload), source, world.device)
+    for start in range(0, length, PIECE_BYTES):
+        piece = objects.broadcast_bytes(payload[start : start + PIECE_BYTES], source, world.device)
+        if world.rank != source:
+            received.write(piece)
+    received.seek(0)
+    return received

@@ -7,11 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Container
 
+from common.system.errors import summarize_error
 from common.system.exit_status import EXIT_RESUMABLE
 from common.techniques.elastic.coordinator import Coordinator, EndReason
 from configs.dataparallel import Elastic
 
 POLL_SECONDS = 0.01
+RETRY_SECONDS = 10.0  # pause after a new process of a rank could not be started, for example due to a lack of memory
 
 
 def open_listener(address: str, size: int) -> socket.socket:
@@ -62,6 +64,8 @@ class Supervisor:
         """Number of restarts of each rank."""
         self.start_times: dict[int, float] = {}
         """Start times of restarted ranks that have not connected to the coordinator yet."""
+        self.retry_times: dict[int, float] = {}
+        """For each rank that could not be started, the earliest time of the next start."""
 
     def handle_ended_rank(self, rank: int, exit_code: int) -> bool:
         """Handle the end of a rank's process, and return whether the run continues without this rank.
@@ -103,10 +107,19 @@ class Supervisor:
         for rank in self.coordinator.missing_ranks:
             if rank not in lost_ranks or rank in self.start_times or self.coordinator.below_minimum:
                 continue
-            if self.restarts[rank] < self.settings.rejoin:
-                self.restarts[rank] += 1
-                self.start_times[rank] = now
-                self.start(rank)
+            if self.restarts[rank] < self.settings.rejoin and now >= self.retry_times.get(rank, now):
+                self._restart(rank, now)
+
+    def _restart(self, rank: int, now: float) -> None:
+        """Start a new process for a rank. If this fails, the other ranks continue, and the next start is delayed."""
+        self.restarts[rank] += 1
+        try:
+            self.start(rank)
+            self.start_times[rank] = now
+        except OSError as error:
+            self.retry_times[rank] = now + RETRY_SECONDS
+            attempt = f"restart {self.restarts[rank]} of {self.settings.rejoin}"
+            print(f"rank {rank} could not be restarted ({attempt}): {summarize_error(error)}", flush=True)
 
     # ---- messages of the launcher
 

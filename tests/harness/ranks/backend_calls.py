@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from common.backend import algorithm_choice
 from common.backend.algorithms import build_algorithm, count_bytes_per_rank
+from common.config.changed_settings import CHANGES_FILE, read_last_changes
 from common.config.config import read_config_file, read_settings
 from common.ranks.rendezvous import World
 from configs.shared import Launch
@@ -33,7 +34,10 @@ from tests.harness.ranks.programs import run_on_ranks
 
 
 def check_algorithm_choice(world: World) -> None:
-    """A measured algorithm is saved in resolved.yaml, and a later attempt uses the algorithms in this file by size."""
+    """A measured algorithm is saved in resolved.yaml, and a later attempt uses the algorithms in this file by size.
+
+    The choice of an attempt that was resumed with another setting is saved with the changes of this attempt.
+    """
     folder = Path(world.broadcast(tempfile.mkdtemp() if world.is_main else ""))
 
     def resolve_algorithm(resolved_settings: str) -> str:
@@ -64,6 +68,17 @@ def check_algorithm_choice(world: World) -> None:
         expected_elements = count_bytes_per_rank(build_algorithm(name, world.size), length)
         assert sent_bytes == 4 * expected_elements[world.rank], name
         assert tensor.eq(world.size).all(), name
+
+    changes_file = folder / "attempts" / "0002" / CHANGES_FILE
+    if world.is_main:
+        changes_file.parent.mkdir(parents=True)
+        changes_file.write_text('{"launch.algorithm": ["previous", "auto"], "seed": ["1", "2"]}')
+    assert resolve_algorithm("launch.algorithm: previous\n") == "previous"
+    changes = read_last_changes(folder)
+    assert changes["launch.algorithm"][0] == "previous"
+    assert changes["launch.algorithm"][1] not in ("previous", "auto")
+    assert changes["seed"] == ("1", "2")
+    dist.barrier()
     if world.is_main:
         shutil.rmtree(folder)
 

@@ -8,6 +8,7 @@ FOLDER is for the files of the case. The exit status is that of the launcher.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import math
 import os
 import pickle
@@ -17,13 +18,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from common.backend.tls import TlsSocket
+from common.checkpoint.loading import LoadedCheckpoint
 from common.ranks import backend_setup, local_launcher, objects, rendezvous
 from common.ranks.rank_info import RankInfo
 from common.ranks.rendezvous import World
@@ -32,6 +36,7 @@ from common.runs.folder import RunFolder
 from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.exit_status import EXIT_RESUMABLE
+from common.techniques.elastic import peer_copy
 from common.techniques.elastic.member import Member
 from configs.dataparallel import Elastic
 from configs.shared import Launch
@@ -55,6 +60,12 @@ def wait_for_ranks_by_name(world: World, folder: Path) -> None:
             (folder / name).touch()
         dataclasses.replace(world, backend="nccl").wait_for_all_ranks(name)
         assert (folder / name).exists()
+
+
+def get_timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """Return the time limit of a process group."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    return cast(datetime.timedelta, backend.options._timeout)
 
 
 def reduce_and_gather_ranks(world: World, folder: Path) -> None:
@@ -132,6 +143,41 @@ def rank_1_sends_pickles(world: World, folder: Path) -> None:
         assert not created_file.exists()
         pickle.loads(pickled)
         assert created_file.exists()
+
+
+def copy_a_state_in_pieces(world: World, folder: Path) -> None:
+    """Copy a training state that is larger than the largest value from rank 1 to rank 2."""
+    weights = torch.arange(5000.0)
+    model = {"weights": weights if world.rank == 1 else torch.zeros_like(weights)}
+    loaded: list[LoadedCheckpoint] = []
+    state = cast(
+        Any,
+        SimpleNamespace(
+            collect_local_state=lambda: SimpleNamespace(model=model, optimizer={}, common={}, local={}),
+            load_peer_state=loaded.append,
+        ),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(objects, "MAX_VALUE_BYTES", 5000)
+        patch.setattr(peer_copy, "PIECE_BYTES", 4000)
+        peer_copy.broadcast_state(state, 1, world, 7, loads=world.rank == 2)
+    if world.rank != 2:
+        assert not loaded
+        return
+    assert loaded[0].step == 7
+    assert torch.equal(loaded[0].model["weights"], weights)
+
+
+def create_a_mesh(world: World, folder: Path) -> None:
+    """Create a mesh of two of the three ranks, whose process group is not that of all ranks."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shards",))
+    if world.rank < 2:
+        group = mesh.get_group("shards")
+        assert group is not dist.group.WORLD
+        assert get_timeout(group) == world.timeout
+    expected_timeout = {"nccl": world.timeout, "gloo": world.timeout}
+    timeouts = {backend: dist.distributed_c10d._get_default_timeout(backend) for backend in expected_timeout}
+    assert timeouts == expected_timeout
 
 
 def rank_1_raises_an_error(world: World, folder: Path) -> None:

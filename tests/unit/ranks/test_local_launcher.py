@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from common.ranks.rank_info import RankInfo
 from common.ranks.rank_monitor import ChildRank, reap_child
 from common.system.errors import UserError
 from common.system.exit_status import EXIT_RESUMABLE
+from common.system.signals import STOP_SIGNALS
 from slurm.reports import status
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
@@ -143,6 +145,20 @@ def test_the_error_of_the_last_process_of_a_rank_is_deleted(tmp_path: Path) -> N
     forker.fork_replacement(0)
     wait_until(lambda: reap_child(forker.children[0]), "the second process exits")
     assert not forker.children[0].error_file.exists()
+
+
+def test_stop_signals_are_not_blocked_after_a_failed_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher of an elastic run continues without the rank that it could not fork."""
+
+    def fail() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fail)
+    forker = RankForker(lambda info: None, 1, 1, tmp_path, "", [])
+    with pytest.raises(BlockingIOError):
+        forker.fork(0)
+    blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    assert blocked.isdisjoint(STOP_SIGNALS)
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

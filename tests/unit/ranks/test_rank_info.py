@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.ranks.rank_info import RankInfo, parse_first_host, read_rank_info
+from common.system.errors import UserError
 
 TORCHRUN = {
     "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -32,6 +33,12 @@ BATCH_SCRIPT = {
 )
 def test_the_rank_is_read_from_the_environment(environ: dict[str, str], rank_info: RankInfo | None) -> None:
     assert read_rank_info(environ) == rank_info
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused() -> None:
+    remedy = "use the same --nproc-per-node on all hosts"
+    with pytest.raises(UserError, match=f"torchrun started 5 ranks, of which 2 run on this host; {remedy}"):
+        read_rank_info(TORCHRUN | {"WORLD_SIZE": "5"})
 
 
 @pytest.mark.parametrize(

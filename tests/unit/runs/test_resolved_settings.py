@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from common.config.changed_settings import CHANGES_FILE, read_changes
 from common.runs.folder import RunFolder
-from common.runs.resolved_settings import warn_of_lost_choice
+from common.runs.resolved_settings import record_choice_of_attempt, warn_of_lost_choice
 
 
 def test_a_lost_choice_is_reported_if_an_attempt_has_trained(
@@ -19,3 +20,11 @@ def test_a_lost_choice_is_reported_if_an_attempt_has_trained(
     warn_of_lost_choice(tmp_path, "split")
     warning = f"WARNING: {tmp_path}/resolved.yaml no longer contains split, which earlier attempts have chosen"
     assert capsys.readouterr().err.startswith(warning)
+
+
+def test_the_choice_of_an_attempt_is_no_change_if_it_has_the_previous_value(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path).claim_attempt()
+    changes_file = attempt.attempt_folder / CHANGES_FILE
+    changes_file.write_text('{"launch.algorithm": ["ring", "auto"], "seed": ["1", "2"]}')
+    record_choice_of_attempt(tmp_path, "launch.algorithm", "ring")
+    assert read_changes(changes_file) == {"seed": ("1", "2")}

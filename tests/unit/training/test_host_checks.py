@@ -1,10 +1,16 @@
-"""A host's disk is checked without errors of the check itself."""
+"""The checks at the start of a job refuse only what is wrong, and do not fail themselves."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
-from common.training.host_checks import measure_disk_write_speed
+import pytest
+
+from common.ranks.rendezvous import World
+from common.system import network
+from common.system.errors import UserError
+from common.training.host_checks import check_hosts, measure_disk_write_speed
 from tests.harness.environment.read_only import mount_read_only
 
 
@@ -13,3 +19,14 @@ def test_a_read_only_disk_is_reported_as_a_fact(tmp_path: Path) -> None:
         facts = measure_disk_write_speed(tmp_path)
     assert facts["disk_mb_per_s"] is None
     assert "the disk is read-only" in facts["disk_error"]
+
+
+def test_the_name_of_a_host_is_checked_only_if_other_hosts_may_use_it(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Debian, a host resolves its own name to 127.0.1.1. torchrun connects the hosts by the master address."""
+    monkeypatch.setattr(network, "resolve_ipv4", lambda _: "127.0.1.1")
+    two_hosts = dataclasses.replace(world, hosts=("node1", "node2"))
+    check_hosts(dataclasses.replace(two_hosts, launcher="torchrun"), tmp_path, mixed=False)
+    with pytest.raises(UserError, match=r"resolves its own name to 127.0.1.1, which other hosts cannot reach"):
+        check_hosts(dataclasses.replace(two_hosts, launcher="slurm"), tmp_path, mixed=False)

@@ -17,6 +17,7 @@ import pytest
 from common.ranks.links.connecting import RankAddress, RankLinks
 from common.ranks.links.outgoing import LinkError
 from common.ranks.links.welcome import ANSWER_BYTES
+from common.system import network
 from common.system.errors import UnreachableError
 from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.ranks.folder_rendezvous import LARGE_BYTES, FolderRendezvous, fork
@@ -117,9 +118,22 @@ def test_a_rank_without_an_address_is_named(rendezvous: FolderRendezvous) -> Non
         rendezvous.join(0, 2, setup_timeout=0.1)
 
 
-def test_a_rank_that_does_not_listen_is_named(rendezvous: FolderRendezvous) -> None:
+@pytest.mark.parametrize(
+    ("setup_timeout", "unreachable_seconds", "remedy"),
+    [(0.1, 10.0, "raise launch.setup_timeout"), (60.0, 0.1, "set launch.interface")],
+)
+def test_a_rank_that_does_not_listen_is_named(
+    setup_timeout: float,
+    unreachable_seconds: float,
+    remedy: str,
+    rendezvous: FolderRendezvous,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A longer time limit is suggested only if this limit has ended the attempts."""
+    monkeypatch.setattr(network, "UNREACHABLE_SECONDS", unreachable_seconds)
     address = RankAddress("127.0.0.1", 1, "00", "", "")
     rendezvous.set("link/1", json.dumps(address))
-    message = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused; see the log of rank 1, check"
+    problem = "rank 0 cannot connect to rank 1 at 127.0.0.1:1: Connection refused"
+    message = f"{problem}; see the log of rank 1, check the firewall, or {remedy}$"
     with pytest.raises(UnreachableError, match=message):
-        rendezvous.join(0, 2, setup_timeout=0.1)
+        rendezvous.join(0, 2, setup_timeout=setup_timeout)

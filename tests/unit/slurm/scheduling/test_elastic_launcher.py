@@ -131,6 +131,16 @@ def test_the_job_continues_while_ranks_are_connected_that_srun_reports_as_ended(
     assert launcher.is_over
 
 
+def test_a_rank_remains_lost_if_srun_cannot_be_started(make_launcher: MakeLauncher) -> None:
+    """The supervisor starts the rank again later."""
+    launcher = make_launcher(["/nowhere/srun", "--", "true"])
+    launcher.host_of[1] = "node2"
+    launcher.lost.add(1)
+    with pytest.raises(FileNotFoundError):
+        launcher.restart_rank(1)
+    assert launcher.lost == {1}
+
+
 def wait_for_srun(launcher: JobLauncher, condition: Callable[[], object], description: str) -> None:
     """Handle messages of srun until a condition holds."""
 

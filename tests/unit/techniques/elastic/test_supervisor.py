@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import time
+
+import pytest
+
+from common.techniques.elastic import supervisor
 from tests.harness.commands.processes import wait_until
 from tests.unit.techniques.elastic.elastic_run import ElasticRun, StartRun
 
@@ -48,3 +55,27 @@ def test_a_restarted_rank_that_does_not_connect_is_killed_and_started_again(star
     assert run.started == [1, 1]
     assert not run.supervisor.start_times
     assert run.coordinator.is_active
+
+
+def test_a_rank_that_cannot_be_started_is_started_later(
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other ranks continue. Each attempt counts."""
+    monkeypatch.setattr(supervisor, "RETRY_SECONDS", 0.05)
+    run = start_run(2, rejoin=2)
+    start_times: list[float] = []
+
+    def start(rank: int) -> None:
+        start_times.append(time.monotonic())
+        if len(start_times) == 1:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        run.started.append(rank)
+
+    monkeypatch.setattr(run.supervisor, "start", start)
+    run.kill(1)
+    run.sign_in({0: 1})
+    wait_until(lambda: run.started == [1], "rank 1 is started")
+    assert run.supervisor.restarts[1] == 2
+    assert start_times[1] - start_times[0] >= 0.05 - supervisor.POLL_SECONDS
+    problem = "rank 1 could not be restarted (restart 1 of 2): Resource temporarily unavailable\n"
+    assert capsys.readouterr().out == problem
