@@ -6,6 +6,7 @@ the run folder first on the import path. All attempts of a job therefore execute
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -68,10 +69,17 @@ class Job:
             # A restarted rank exits here, because Submitit would save the result under the name of another task.
             if end.code or REPLACED_RANK_VARIABLE in os.environ:
                 exit_without_cleanup(end.code)
+        atexit.register(exit_after_submitit)
 
     def checkpoint(self) -> DelayedSubmission:
         """Return this task, which Submitit then requeues. All progress is stored in the run folder."""
         return DelayedSubmission(self)
+
+
+def exit_after_submitit() -> None:
+    """Exit without cleanup after Submitit has saved the result of this rank, or has failed to save it."""
+    has_raised_error = hasattr(sys, "last_type")
+    exit_without_cleanup(int(has_raised_error))
 
 
 def exit_resumable(number: int, frame: object) -> None:

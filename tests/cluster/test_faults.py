@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from common.system.errors import UserError
 from tests.cluster import fault_kinds, fault_tables, faults
 from tests.cluster.fault_kinds import Fault
 from tests.cluster.lab import Lab, Running
@@ -108,7 +109,7 @@ def send_notice(running: Running, delay: float) -> None:
     step = running.step()
     signal_time = time.monotonic()
     if not running.folder.result:
-        with contextlib.suppress(RuntimeError):  # the job has ended meanwhile
+        with contextlib.suppress(UserError):  # the job has ended meanwhile
             running.lab.slurm("scancel", "--signal=USR2", running.job)
         wait_on_cluster("the ranks have exited", lambda: not set(ranks) & set(running.ranks()), 30, 0.1)
     print(f"{len(ranks)} ranks, step {step}: exited within {time.monotonic() - signal_time:.1f} s", flush=True)

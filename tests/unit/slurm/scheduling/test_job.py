@@ -60,6 +60,32 @@ def test_a_rank_without_its_launcher_executes_the_command_for_orphans(
         assert train_as_rank(job_folder) == EXIT_FAILED, "the launcher answers, and ends the job"
 
 
+ENDING_RANK = """
+import atexit
+from slurm.scheduling import job
+atexit.register(print, "library threads are ended")
+job.train_as_rank = lambda folder: 0
+job.Job(__import__("sys").argv[1])()
+"""
+
+
+@pytest.mark.parametrize("end, status", [("print('saved')", 0), ("raise OSError('the disk is full')", 1)])
+def test_a_rank_that_has_finished_exits_without_cleanup(
+    end: str, status: int, job_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Library threads could abort the exit, and the job would be requeued."""
+    for name in ("NODEID", "PROCID", "LOCALID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    for name in ("JOB_NUM_NODES", "NTASKS"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(job_folder.path / "submit"))
+    command = [sys.executable, "-c", f"{ENDING_RANK}{end}", str(job_folder.path)]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_TIMEOUT, check=False)
+    assert process.returncode == status, process.stderr
+    assert process.stdout == ("" if status else "saved\n")
+
+
 def replace_experiment(monkeypatch: pytest.MonkeyPatch, error: BaseException, stop_signal: int = 0) -> None:
     """Let the experiment of the rank end with an error, after a stop request if there is a signal."""
 
