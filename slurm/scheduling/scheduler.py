@@ -326,8 +326,8 @@ def is_slurm_configured(sbatch: str, *, is_required: bool) -> bool:
     if path := os.environ.get("SLURM_CONF"):
         return Path(path).exists()
     installation = Path(sbatch).resolve().parent.parent
-    paths = [*CONFIGURATIONS, *(installation / path for path in RELATIVE_CONFIGURATIONS)]
-    if any(Path(path).exists() for path in paths):
+    paths = [*map(Path, CONFIGURATIONS), *(installation / path for path in RELATIVE_CONFIGURATIONS)]
+    if any(path.exists() for path in paths):
         return True
     if not is_required and installation == PACKAGE_INSTALLATION:
         return False

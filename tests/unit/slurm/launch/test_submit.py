@@ -297,7 +297,8 @@ def test_slurm_that_is_installed_from_source_is_found(fake: FakeSlurm, cache: Pa
     configuration.touch()
     environ = fake.make_environment()
     del environ["SLURM_CONF"]
-    assert "job 4711 on SLURM" in in_process_calls.call_main(slurm_main, *arguments, cwd=ROOT, **environ).stdout
+    completed = in_process_calls.call_main(slurm_main, *arguments, cwd=ROOT, status=0, **environ)
+    assert "job 4711 on SLURM" in completed.stdout
 
 
 def test_an_unknown_launch_is_refused(fake: FakeSlurm, cache: Path, runs: Path) -> None:
