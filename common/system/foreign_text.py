@@ -1,11 +1,11 @@
 """Conversion of text and exceptions of other programs to causes.
 
-This is the only module that derives a cause from text. Other modules parse the output of commands only for values, such
-as the names of hosts. The messages are those of the operating system, Python, torch, gloo, NCCL and SLURM. Errors of
-this project carry their cause (`CausedError`), so their messages are never searched, with two exceptions. C++ code
-passes on any Python exception as a RuntimeError without a cause, whose message starts with the name of the class of
-the exception. `classify_recorded_text` is for run folders of older versions, which contain messages but no causes. This
-module does not import torch.
+Only this module and `slurm.scheduling.slurm_output` derive a cause from text. Other modules parse the output of
+commands only for values, such as the names of hosts. The messages are those of the operating system, Python, torch,
+gloo and NCCL. Errors of this project carry their cause (`CausedError`), so their messages are never searched, with two
+exceptions. C++ code passes on any Python exception as a RuntimeError without a cause, whose message starts with the
+name of the class of the exception. `classify_recorded_text` is for run folders of older versions, which contain
+messages but no causes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -56,17 +56,6 @@ OLD_PATTERNS = (
     (r"time limit", Cause.JOB_TIME_LIMIT),
 )
 """Patterns in messages that older versions of this project wrote. The first match counts."""
-JOB_STATE_CAUSES = {
-    "TIMEOUT": Cause.JOB_TIME_LIMIT,
-    "NODE_FAIL": Cause.HOST_FAILED,
-    "OUT_OF_MEMORY": Cause.JOB_OUT_OF_MEMORY,
-    "OUT_OF_ME": Cause.JOB_OUT_OF_MEMORY,  # abbreviated by squeue
-}
-SLURM_OUTPUT_PATTERNS = (
-    (r"is DOWN", Cause.CONTROLLER_DOWN),
-    (r"Invalid job id", Cause.UNKNOWN_JOB),
-    (r"Could not establish a configuration source", Cause.NO_CONFIGURATION),
-)
 
 SOURCE_ERRORS = (
     AssertionError,
@@ -193,21 +182,6 @@ def classify_recorded_text(text: str) -> Cause:
     if re.search(RECORDED_SOURCE_ERROR, text):
         return Cause.SOURCE_ERROR
     return Cause.KILLED if "was killed by" in text else Cause.OTHER
-
-
-def classify_job_state(state: str) -> Cause:
-    """Return the cause of a failure that SLURM reports as the state of a job, such as NODE_FAIL."""
-    return JOB_STATE_CAUSES.get(state, Cause.OTHER)
-
-
-def classify_slurm_output(text: str) -> Cause:
-    """Return the cause in the output of a SLURM command that failed."""
-    return find_first_match(text, SLURM_OUTPUT_PATTERNS)
-
-
-def is_controller_up(answer: str) -> bool:
-    """Return whether a SLURM controller responds, according to the answer of `scontrol ping`."""
-    return "is UP" in answer
 
 
 def classify_exit(exit_code: int, log: str) -> Cause:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from common.system import foreign_text
 from common.system.causes import Cause
 from common.system.errors import UserError
 from common.system.text import format_count
 from slurm.local_cluster import cluster
+from slurm.scheduling import slurm_output
 
 LOCAL_CLUSTER_NAME = "the local cluster"
 COMMAND_TIMEOUT = 15.0
@@ -79,7 +79,7 @@ class CommandError(UserError):
     """
 
     def __init__(self, message: str, output: str) -> None:
-        super().__init__(message, cause=foreign_text.classify_slurm_output(output))
+        super().__init__(message, cause=slurm_output.classify_output(output))
         self.output = output
 
 
@@ -167,8 +167,8 @@ class Scheduler:
             answer = error.output
         except UserError:
             return False
-        is_one_down = foreign_text.classify_slurm_output(answer) is Cause.CONTROLLER_DOWN
-        return is_one_down and not foreign_text.is_controller_up(answer)  # a backup controller may be up
+        is_one_down = slurm_output.classify_output(answer) is Cause.CONTROLLER_DOWN
+        return is_one_down and not slurm_output.is_controller_up(answer)  # a backup controller may be up
 
     def run_query(self, *command: str, timeout: float = COMMAND_TIMEOUT) -> str:
         """Run a query and return its output. Raises UserError if the query fails.
@@ -272,7 +272,7 @@ class Scheduler:
                 return "RUNNING", f"job {job}" if state == "RUNNING" else f"job {job} {state}", Cause.OTHER
             if state:
                 run_state = ENDED_JOB_STATES.get(state, "FAILED")
-                return run_state, f"job {job} {state}{note}", foreign_text.classify_job_state(state)
+                return run_state, f"job {job} {state}{note}", slurm_output.classify_job_state(state)
         failures = [problem for problem in problems if problem.cause is not Cause.UNKNOWN_JOB]
         if len(failures) == len(queries):
             return "UNKNOWN", str(failures[0]), Cause.OTHER
@@ -305,7 +305,7 @@ class Scheduler:
             if error.cause is not Cause.CONTROLLER_DOWN:
                 raise
             answer = error.output
-        if foreign_text.is_controller_up(answer):
+        if slurm_output.is_controller_up(answer):
             return
         problem = " ".join(answer.partition("**")[0].split())  # asterisks enclose a longer explanation
         raise UserError(f"{self.name}: the controller does not answer ({problem}); try later, or use LAUNCH=local")
