@@ -159,7 +159,7 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(COMMUNICATION_PATTERN, str(error)))
 
 
-def is_single_value_error(error: ValueError) -> bool:
+def is_single_value_error(error: BaseException | None) -> bool:
     """Return whether a BatchNorm layer of torch raised an error because it got a single value per channel."""
     return str(error).startswith("Expected more than 1 value per channel when training")
 

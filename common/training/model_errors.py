@@ -14,8 +14,9 @@ def explain_layer_errors() -> Iterator[None]:
     """Raise UserError if the block fails because a BatchNorm layer got a single value per channel."""
     try:
         yield
-    except ValueError as error:
-        if not foreign_text.is_single_value_error(error):
+    except (ValueError, RuntimeError) as error:
+        # torch.distributed.pipelining raises a RuntimeError whose cause is the error of the layer
+        if not foreign_text.is_single_value_error(error) and not foreign_text.is_single_value_error(error.__cause__):
             raise
         raise UserError(
             "BatchNorm requires more than one value per channel in training, but a microbatch with one sample has only "

@@ -40,7 +40,8 @@ COLUMNS = (
     "all_reduce_gb_per_s",
 )  # fmt: skip
 """Facts that the table of hosts shows for each rank, in the order of the columns."""
-USED_SETTINGS = ("runs", "data.cache", "launch.interface", "launch.mixed")  # settings that ARGS may contain
+USED_SETTINGS = ("runs", "data.cache", "launch.device", "launch.interface", "launch.mixed")
+"""Settings that ARGS may contain."""
 HOST_MARK = "doctor-here "  # prefix of the line in which a rank prints the name of its host
 FACTS_MARK = "doctor-found "  # prefix of the line in which rank 0 prints the report about all ranks
 SETUP_TIMEOUT = 120.0  # seconds for all ranks to connect; importing torch can take a minute on a busy host
@@ -114,7 +115,7 @@ def make_srun_command(profile: Profile, nodes: int, job_name: str) -> list[str]:
     }
     options |= sbatch.make_resource_options(profile)
     srun = ["srun", *(f"--{option}={value}" for option, value in options.items()), *profile.container]
-    if profile.setup:
+    if profile.setup and not profile.container:  # a job runs these commands outside the container
         srun += ["bash", "-c", "\n".join([*profile.setup, 'exec "$@"']), "bash"]
     return srun
 
@@ -215,7 +216,7 @@ def explain_missing_report(lines: list[str], hosts: list[str], has_timed_out: bo
         return [f"no host became available within {REPORT_TIMEOUT:g} s; try again later"]
     errors = [line.strip().removeprefix("error: ") for line in lines if "error: " in line]
     last_lines = [line.strip() for line in lines[-3:]]
-    return errors[:3] or last_lines or ["the ranks exited without an error message"]
+    return list(dict.fromkeys(errors))[:3] or last_lines or ["the ranks exited without an error message"]
 
 
 def check_nodes(scheduler: Scheduler | None, nodes: int, profile: Profile, settings: DoctorSettings) -> dict[str, Any]:
@@ -227,6 +228,7 @@ def check_nodes(scheduler: Scheduler | None, nodes: int, profile: Profile, setti
     command = [sys.executable, "-m", "slurm.reports.doctor", str(nodes)]
     command += [f"runs={Path(settings.runs).absolute()}", f"data.cache={Path(settings.data.cache).absolute()}"]
     command += [f"launch.interface={settings.launch.interface}", f"launch.mixed={str(settings.launch.mixed).lower()}"]
+    command.append(f"launch.device={settings.launch.device}")
     if scheduler is None:
         return run_ranks_and_read_report(command, None, "")
 

@@ -257,13 +257,14 @@ class JobLauncher:
         for step in self.steps:
             step.ranks = [REPLACED if other == rank else other for other in step.ranks]
         host = self.choose_restart_host(rank)
-        self.host_of[rank] = host
         print(f"restarting rank {rank} on {host}", flush=True)
         # With --unbuffered, srun gives a rank a terminal unless each task has its own output file. Python runs with -u,
         # so --unbuffered is not needed.
         options = [option.replace("%t", str(rank)) for option in self.options if option != "--unbuffered"]
         self.start_job_step([rank], options, [*ONE_RANK, f"--nodelist={host}"], {REPLACED_RANK_VARIABLE: str(rank)})
-        self.lost.discard(rank)  # if srun could not be started, the rank is still lost
+        # If srun could not be started, the rank is still lost, and its last host is unchanged.
+        self.host_of[rank] = host
+        self.lost.discard(rank)
         self.silent.discard(rank)
 
     def cancel_restart(self, rank: int) -> None:

@@ -48,9 +48,10 @@ PENDING_JOB_STATES = (
     "REQUEUE_HOLD",
     "RESV_DEL_HOLD",
     "SPECIAL_EXIT",
+    "STOPPED",
+    "SUSPENDED",
 )
-RUNNING_JOB_STATES = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED")
-"""States in which a job has hosts. The processes of a stopped or suspended job continue later."""
+RUNNING_JOB_STATES = ("RUNNING", "COMPLETING", "RESIZING", "SIGNALING", "STAGE_OUT")
 ALLOCATION_VARIABLE_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "TORCHELASTIC_", "SUBMITIT_")
 """Prefixes of variables that an allocation or launcher sets and that must not reach a nested job."""
 LAUNCHER_VARIABLES = (
@@ -227,7 +228,10 @@ class Scheduler:
         name = self.read_cluster_name() if self.required_cluster else ""
         if name and name != self.required_cluster:
             problem = f"job {job} belongs to the SLURM cluster {self.required_cluster}, but this host uses {name}"
-            raise UserError(f"{problem}; use a login node of {self.required_cluster}")
+            remedy = (
+                f"use a login node of {self.required_cluster}, or, if that cluster no longer exists, delete its name"
+            )
+            raise UserError(f"{problem}; {remedy} in meta.json of the run")
 
     def read_job_state(self, job: str, timeout: float = COMMAND_TIMEOUT) -> tuple[str, str, Cause]:
         """Return the state of a run, a description of its job, and the cause of a failure.
@@ -269,7 +273,7 @@ class Scheduler:
             if state in PENDING_JOB_STATES:
                 return "PENDING", f"job {job} {reason}".strip(), Cause.OTHER
             if state in RUNNING_JOB_STATES:
-                return "RUNNING", f"job {job}" if state == "RUNNING" else f"job {job} {state}", Cause.OTHER
+                return "RUNNING", f"job {job}", Cause.OTHER
             if state:
                 run_state = ENDED_JOB_STATES.get(state, "FAILED")
                 return run_state, f"job {job} {state}{note}", slurm_output.classify_job_state(state)

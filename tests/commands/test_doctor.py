@@ -78,13 +78,15 @@ HOST_FAULTS = {
 
 
 def test_hosts_are_checked_with_the_resources_and_commands_of_a_job() -> None:
-    profile = Profile(memory_gb=2, wckey="team", setup=["GREETING=hello"], container=["--container-image=a.sqsh"])
-    command = checks.make_srun_command(profile, 2, "doctor-1")
-    assert {"--mem=2048M", "--wckey=team", "--container-image=a.sqsh"} < set(command)
+    setup = ["GREETING=hello"]
+    command = checks.make_srun_command(Profile(memory_gb=2, wckey="team", setup=setup), 2, "doctor-1")
+    assert {"--mem=2048M", "--wckey=team"} < set(command)
     shell = command[command.index("bash") :]
     printed = subprocess.run([*shell, "sh", "-c", "echo $0 $1", "a b", "c"], capture_output=True, text=True, check=True)
     assert printed.stdout == "a b c\n"
     assert "GREETING=hello\n" in shell[2]
+    in_container = checks.make_srun_command(Profile(setup=setup, container=["--container-image=a.sqsh"]), 2, "doctor-1")
+    assert in_container[-1] == "--container-image=a.sqsh"
 
 
 def test_ctrl_c_ends_a_check_of_a_host_that_does_not_respond() -> None:
@@ -567,7 +569,7 @@ INVALID_ARGUMENTS = {
     "--run=": "RUN is missing; set RUN=<id>",
     "--nodes=x": "NODES must be an integer from 1 to",
     "--args=--help": "ARGS: --help is not a setting",
-    "'--args=runs=x optim.lr=3'": "doctor does not use optim.lr; use only runs, data.cache, launch.interface,",
+    "'--args=runs=x optim.lr=3'": "doctor does not use optim.lr; use only runs, data.cache, launch.device, launch.interface,",
     "--args=rums=x": "unknown key rums; did you mean runs?",
     "--json=2": "JSON must be 0 or 1 (got '2')",
     "--run=0000 --nodes=2": "RUN diagnoses a run, but NODES applies to checks of hosts",

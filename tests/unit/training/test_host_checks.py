@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ def test_a_read_only_disk_is_reported_as_a_fact(tmp_path: Path) -> None:
     assert "the disk is read-only" in facts["disk_error"]
 
 
+@pytest.fixture
+def sigterm_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which ranks ignore before they exit together."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("sigterm_handler")
 def test_the_name_of_a_host_is_checked_only_if_other_hosts_may_use_it(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,8 +90,8 @@ STATES_BY_ANSWERS = [
     ("echo '4711|PENDING|Resources'", "", "", "PENDING", 0),
     ("echo '4711|RUNNING|None'", "", "", "RUNNING", 0),
     ("echo '47|PENDING|None'", "", "", "RUNNING", 0),  # another job; scontrol knows that of the run
-    ("echo '4711|STOPPED|None'", "", "", "RUNNING", 0),
-    ("echo '4711|SUSPENDED|None'", "", "", "RUNNING", 0),
+    ("echo '4711|STOPPED|Resources'", "", "", "PENDING", 0),
+    ("echo '4711|SUSPENDED|Resources'", "", "", "PENDING", 0),
     ("echo '4711|SPECIAL_EXIT|Resources'", "", "", "PENDING", 0),
     ("exit 1", "echo JobId=1 JobState=RUNNING", "", "RUNNING", 0),
     ("true", "exit 1", "echo FAILED", "FAILED", 1),
@@ -189,11 +189,13 @@ def test_the_state_of_a_job_on_another_cluster_is_unknown(fake: FakeSlurm, runs:
     job = {"id": "1", "scheduler": "SLURM", "cluster": "first"}
     write_json(folder.path / "meta.json", {"job": job})
     fake.define_command("scontrol", "echo 'ClusterName             = second'")
-    problem = "job 1 belongs to the SLURM cluster first, but this host uses second; use a login node of first"
+    problem = "job 1 belongs to the SLURM cluster first, but this host uses second; use a login node of first, "
+    problem += "or, if that cluster no longer exists, delete its name in meta.json of the run"
     output = call_slurm(fake, "status", "--", str(folder.path)).stdout
     assert " UNKNOWN " in output
     assert problem in output
     assert call_slurm(fake, "cancel", "--", str(folder.path), status=2).stderr == f"error: {problem}\n"
+    assert problem in call_slurm(fake, "exp", f"--resume={folder.path}", status=2).stderr
     fake.define_command("scontrol", "echo 'ClusterName             = first'")
     fake.define_command("squeue", "echo '1|RUNNING|None'")
     assert " RUNNING " in call_slurm(fake, "status", "--", str(folder.path)).stdout

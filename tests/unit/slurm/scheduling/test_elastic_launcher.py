@@ -136,9 +136,11 @@ def test_a_rank_remains_lost_if_srun_cannot_be_started(make_launcher: MakeLaunch
     launcher = make_launcher(["/nowhere/srun", "--", "true"])
     launcher.host_of[1] = "node2"
     launcher.lost.add(1)
+    launcher.silent.add(1)
     with pytest.raises(FileNotFoundError):
         launcher.restart_rank(1)
-    assert launcher.lost == {1}
+    assert launcher.lost == launcher.silent == {1}
+    assert launcher.host_of[1] == "node2"
 
 
 def wait_for_srun(launcher: JobLauncher, condition: Callable[[], object], description: str) -> None:
