@@ -18,9 +18,11 @@ import torch.distributed as dist
 from common.backend import algorithms
 from common.backend.cost import MessageTimeLine, MessageTimeLines, choose_algorithms_by_size, fit_message_time_line
 from common.backend.torch_registration import replace_all_reduce_algorithm
-from common.config.changed_settings import read_last_changes
+from common.config.changed_settings import CHANGES_FILE, read_changes, read_last_changes
 from common.config.config import read_settings
 from common.ranks.rendezvous import World
+from common.runs.claims import Claim
+from common.runs.folder import RunFolder
 from common.runs.resolved_settings import record_choice_of_attempt, record_resolved_settings, warn_of_lost_choice
 from configs.shared import Launch
 
@@ -47,16 +49,18 @@ def load_or_choose_algorithm(run: Path, world: World) -> str:
     """Return the all-reduce algorithm of a run folder, or choose and store one if the setting is `auto`.
 
     An attempt that was resumed with `auto` instead of another algorithm chooses its own, which is stored with the
-    changed settings of the attempt. All ranks must call this function. Raises UserError if the choice cannot be
-    written.
+    changed settings of the attempt. If SLURM or torchrun restarts its ranks, they use this choice. All ranks must call
+    this function. Raises UserError if the choice cannot be written.
     """
     stored = None
     is_changed = False
     if world.is_main:
         is_changed = CONFIG_KEY in read_last_changes(run)
-        stored = None if is_changed else read_settings(run).get(CONFIG_KEY)
+        stored = find_choice_before_restart(run) if is_changed else read_settings(run).get(CONFIG_KEY)
     stored = world.broadcast(stored)
     if stored not in (None, "auto"):
+        if is_changed:
+            record_choice_of_attempt(run, CONFIG_KEY, str(stored))
         return str(stored)
     choice = world.broadcast(choose_algorithm_by_link_speeds(world))
     if world.is_main:
@@ -67,6 +71,25 @@ def load_or_choose_algorithm(run: Path, world: World) -> str:
         warn_of_lost_choice(run, CONFIG_KEY)
         record_resolved_settings(run, {CONFIG_KEY: choice})
     return str(choice)
+
+
+def find_choice_before_restart(run: Path) -> str | None:
+    """Return the algorithm of the previous attempt if SLURM or torchrun has restarted its ranks; otherwise, None.
+
+    The restarted ranks get the settings with which the previous attempt was started, such as `auto`.
+    """
+    *_, previous, newest = [None, None, *RunFolder(run).list_attempts()]
+    if previous is None or newest is None:
+        return None
+    previous_claim = Claim.read(previous)
+    newest_claim = Claim.read(newest)
+    if previous_claim is None or newest_claim is None:
+        return None
+    if not newest_claim.starter or newest_claim.starter != previous_claim.starter:
+        return None
+    changes = read_changes(previous.attempt_folder / CHANGES_FILE)
+    _, algorithm = changes.get(CONFIG_KEY, (None, read_settings(run).get(CONFIG_KEY)))
+    return algorithm
 
 
 def choose_algorithm_by_link_speeds(world: World) -> str:

@@ -569,7 +569,7 @@ INVALID_ARGUMENTS = {
     "--run=": "RUN is missing; set RUN=<id>",
     "--nodes=x": "NODES must be an integer from 1 to",
     "--args=--help": "ARGS: --help is not a setting",
-    "'--args=runs=x optim.lr=3'": "doctor does not use optim.lr; use only runs, data.cache, launch.device, launch.interface,",
+    "'--args=runs=x optim.lr=3'": "doctor does not use optim.lr; use only runs, data.cache, launch.device, launch.",
     "--args=rums=x": "unknown key rums; did you mean runs?",
     "--json=2": "JSON must be 0 or 1 (got '2')",
     "--run=0000 --nodes=2": "RUN diagnoses a run, but NODES applies to checks of hosts",
