@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Add the marker `omitted` to about three quarters of the tests with the marker `drawn`.
+    """Add the marker `omitted` to about five sixths of the tests with the marker `drawn`.
 
     The choice depends only on the commit and the name of the test. With --last-failed, no test is omitted.
     """

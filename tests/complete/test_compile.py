@@ -11,6 +11,7 @@ import pytest
 from tests.harness.commands.processes import Settings, run_experiment
 
 
+@pytest.mark.drawn
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not shutil.which("g++"), reason="NOT TESTED: there is no C++ compiler (apt-get install g++)")
 def test_a_compiled_model_computes_the_same(tmp_path: Path, digits: Settings) -> None:

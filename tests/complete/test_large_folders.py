@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from configs.shared import Data
 from tests.harness.commands.programs import run_program
 
@@ -20,6 +22,7 @@ def make_small_folder(root: Path) -> Path:
     return small_folder
 
 
+@pytest.mark.drawn
 def test_an_image_folder_need_not_fit_into_memory(many: Data) -> None:
     small_folder = make_small_folder(Path(many.root))
     program = f"""

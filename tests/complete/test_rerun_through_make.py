@@ -67,6 +67,7 @@ def write_random_mnist(folder: Path) -> None:
         (folder / name).write_bytes(np.array(header, ">i4").tobytes() + body.tobytes())
 
 
+@pytest.mark.drawn
 def test_a_flipped_byte_in_the_source_of_the_data_is_reported(place: Path, tmp_path: Path) -> None:
     raw = tmp_path / "MNIST" / "raw"
     write_random_mnist(raw)

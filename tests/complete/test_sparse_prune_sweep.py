@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from common.runs.folder import RunFolder
 from configs.sparse_prune import CRITERIA
 from tests.harness.commands.processes import FinishedRun, Settings, read_result_values, run_experiment
@@ -40,6 +42,7 @@ def sweep(runs: Path, *arguments: str) -> tuple[FinishedRun, Results]:
     return completed, outcomes
 
 
+@pytest.mark.drawn
 def test_masks_of_a_sweep_depend_on_criterion_and_seed_but_not_on_ranks(digits: Settings, tmp_path: Path) -> None:
     completed, one_rank = sweep(tmp_path / "one", *digits, "repeats=1")
     _, two_ranks = sweep(tmp_path / "two", *digits, "repeats=2", "processes_per_node=2", "criteria=[taylor]")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.harness.runs.sweeps import (
     DIVERGING_SETTINGS,
     check_failed_point_is_repeated,
@@ -14,6 +16,7 @@ from tests.harness.runs.sweeps import (
 )
 
 
+@pytest.mark.drawn
 def test_missing_points_are_run_and_failed_points_only_if_requested(tmp_path: Path, cache: Path) -> None:
     """One point is finished, one has failed, and two missing ones run at once; then the failed one is repeated."""
     points = [{"optim.lr": rate} for rate in ("0.01", "100", "0.02", "0.03")]

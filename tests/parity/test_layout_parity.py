@@ -9,6 +9,7 @@ import pytest
 from tests.harness.commands.processes import run_experiment
 
 
+@pytest.mark.drawn
 def test_channels_last_changes_only_rounding(tmp_path: Path, cache: Path) -> None:
     images = ("data.name=generated", "data.samples=20", "data.image_size=12", f"data.cache={cache}")
     training = ("batch=4", "accumulate=1", "precision=fp32", "dtype=float64", "steps=2", "model=resnet18")

@@ -129,6 +129,7 @@ def check_model_of_newest_checkpoint(folder: RunFolder) -> None:
     assert older[0] == 15
 
 
+@pytest.mark.drawn
 def test_weights_of_a_layout_are_the_initial_weights_of_another_layout(tmp_path: Path, quick: Settings) -> None:
     settings = (*quick, *VARIED, "optim.lr=1e-12", "dropout=0")
     trained = run_experiment(ENTRY.name, *quick, *VARIED, "fsdp=2", "optim.lr=0.05", runs=tmp_path / "trained")
