@@ -159,11 +159,11 @@ def find_resumable_run(run: str, name: str) -> RunFolder:
     state, detail = status.read_state(folder)
     if name and name != folder.experiment:
         raise UserError(f"RESUME={shlex.quote(run)} is a run of {folder.experiment}, not of {name}; omit NAME")
+    if state == "UNKNOWN":
+        raise UserError(f"{folder.path.name} is UNKNOWN; {detail}")
     if state not in status.FINAL_STATES:
         claim = claims.find_newest_claim(folder) if state == "RUNNING" else None
         place = f" ({claim.describe()})" if claim is not None else ""
-        if state == "UNKNOWN":
-            raise UserError(f"{folder.path.name} is UNKNOWN; {detail}")
         remedy = f"to resume the run elsewhere, first run make cancel RUN={shlex.quote(run)}"
         raise UserError(f"{folder.path.name} is {state}{place}; {remedy}")
     check_source(folder)

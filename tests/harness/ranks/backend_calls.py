@@ -26,7 +26,6 @@ from common.backend.algorithms import build_algorithm, count_bytes_per_rank
 from common.config.changed_settings import CHANGES_FILE, read_last_changes
 from common.config.config import read_config_file, read_settings
 from common.ranks.rendezvous import World
-from common.runs.folder import RunFolder
 from configs.shared import Launch
 from tests.harness.ranks import backend_group_operations as group_operations
 from tests.harness.ranks import backend_messages as messages
@@ -70,32 +69,16 @@ def check_algorithm_choice(world: World) -> None:
         assert sent_bytes == 4 * expected_elements[world.rank], name
         assert tensor.eq(world.size).all(), name
 
-    def claim_attempt_resumed_with_auto(starter: str) -> None:
-        if world.is_main:
-            process = {"pid": 1, "pid_started": 1}
-            attempt = RunFolder(folder).claim_attempt({"process": process, "starter": starter})
-            changes_file = attempt.attempt_folder / CHANGES_FILE
-            changes_file.write_text('{"launch.algorithm": ["previous", "auto"], "seed": ["1", "2"]}')
-
-    claim_attempt_resumed_with_auto("slurm job 1")
+    changes_file = folder / "attempts" / "0002" / CHANGES_FILE
+    if world.is_main:
+        changes_file.parent.mkdir(parents=True)
+        changes_file.write_text('{"launch.algorithm": ["previous", "auto"], "seed": ["1", "2"]}')
     assert resolve_algorithm("launch.algorithm: previous\n") == "previous"
     changes = read_last_changes(folder)
     assert changes["launch.algorithm"][0] == "previous"
     assert changes["launch.algorithm"][1] not in ("previous", "auto")
     assert changes["seed"] == ("1", "2")
-
     dist.barrier()  # all ranks have read the file
-    if world.is_main:
-        changes_file = RunFolder(folder).list_attempts()[-1].attempt_folder / CHANGES_FILE
-        changes_file.write_text('{"launch.algorithm": ["previous", "chosen"]}')
-    claim_attempt_resumed_with_auto("slurm job 1")
-    if world.is_main:
-        assert algorithm_choice.find_choice_before_restart(folder) == "chosen"
-    dist.barrier()
-    claim_attempt_resumed_with_auto("slurm job 2")
-    if world.is_main:
-        assert algorithm_choice.find_choice_before_restart(folder) is None
-    dist.barrier()
     if world.is_main:
         shutil.rmtree(folder)
 

@@ -5,26 +5,15 @@ from __future__ import annotations
 import pytest
 
 from common.config import config
-from common.models.gpt import GPT
 from common.system import host_memory
-from configs.gpt_parallel import BYTE_VOCABULARY, Config
+from configs.gpt_parallel import Config
+from tests.harness.parity.gpt_parallel_cases import build_gpt
 
 
 @pytest.mark.parametrize("settings", ["", "activation=gelu tied=false", "key_value_heads=2 hidden=96"])
 def test_the_estimate_is_the_number_of_parameters(settings: str) -> None:
     cfg = config.load_config(Config, settings.split(), {})
-    size = cfg.size
-    network = GPT(
-        cfg.data.context,
-        BYTE_VOCABULARY,
-        width=size.width,
-        layers=size.layers,
-        heads=size.heads,
-        key_value_heads=size.key_value_heads,
-        hidden=size.hidden,
-        activation=size.activation,
-        tied=size.tied,
-    )
+    network = build_gpt(cfg)
     assert cfg.estimated_parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
