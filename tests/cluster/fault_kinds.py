@@ -300,7 +300,10 @@ def fill_disk(running: Running, chance: random.Random) -> None:
     lab = running.lab
     attempt = running.newest()
     lab.limit_cables(SLOW_RATE)
-    wait_on_cluster("the run trains", lambda: last_step(attempt))
+    # In 12 s, a slow run takes more than 10 steps, so that it reaches the next checkpoint while the disk is full.
+    wait_on_cluster(
+        "a checkpoint is due soon", lambda: CHECKPOINT_STEPS // 2 <= last_step(attempt) % CHECKPOINT_STEPS < 15
+    )
     zeros = lab.disk / "zeros"
     lab.resize_disk(shutil.disk_usage(lab.disk).used + (1 << 20))
     with contextlib.suppress(OSError), open(zeros, "wb", buffering=0) as file:
