@@ -57,51 +57,57 @@ class StrategyComparison:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.losses: dict[str, Sequence[float]] = {}
-        """Losses of the newest run of each strategy. Runs of a strategy in different rounds have the same losses."""
-        self.process: strategy_report.StrategyRun | None = None
-        """The newest run of one process, which is the first one of the first round."""
+        self.settings: dict[str, list[str]] = {}
+        """Settings of each strategy. The first strategy is one process."""
+        self.runs: dict[str, strategy_report.StrategyRun] = {}
+        """Newest run of each strategy. Runs of a strategy in different rounds have the same losses."""
+
+    @property
+    def reference(self) -> str:
+        """Label of one process, with which the other strategies are compared."""
+        return next(iter(self.settings))
 
     def list_tasks(self, scratch: Path) -> list[Task]:
-        """Return a run of each strategy. The first one is one process, with whose losses the others are compared."""
+        """Return a run of each strategy."""
         strategies = get_strategies(self.name)
-        tasks = []
         for point in strategy_grid.list_points(strategies, RANKS):
             settings = {**strategy_grid.SETTINGS, **strategies.run, **point}
-            arguments = [f"{key}={value}" for key, value in settings.items()]
-            tasks.append(self._make_task(scratch, strategies.format_label(point), arguments))
-        return tasks
+            self.settings[strategies.format_label(point)] = [f"{key}={value}" for key, value in settings.items()]
+        return [self._make_task(scratch, label) for label in self.settings]
 
-    def _make_task(self, scratch: Path, label: str, settings: Sequence[str]) -> Task:
+    def _make_task(self, scratch: Path, label: str) -> Task:
         def run(_: int) -> dict[str, float]:
-            folder = finish(scratch, label, self.name, *settings)
-            measured = strategy_report.read_run(folder)
-            assert measured is not None
-            discard_run(folder)
-            self.losses[label] = measured.losses
-            if label == next(iter(self.losses)):
-                self.process = measured
-            return list_numbers(measured, self.process)
+            measured = self._train(scratch, label)
+            if self.reference not in self.runs:  # a continued benchmark starts with another strategy
+                self._train(scratch, self.reference)
+            return list_numbers(measured, self.runs[self.reference])
 
         return Task(label, run)
+
+    def _train(self, scratch: Path, label: str) -> strategy_report.StrategyRun:
+        folder = finish(scratch, label, self.name, *self.settings[label])
+        run = strategy_report.read_run(folder)
+        assert run is not None
+        discard_run(folder)
+        self.runs[label] = run
+        return run
 
     def make_table(self, samples: Samples) -> Table:
         """Return one row per strategy. The page shows the first ones and folds the others."""
         rows = []
-        reference = next(iter(samples.values))
         for label in sort_labels(list(samples.values), get_strategies(self.name)):
             columns = samples.values[label]
             cells: list[Cell] = [samples.number(label, factor=1e3)]
             for column, factor in FACTORS.items():
                 cells.append(make_cell(samples, label, column, factor) if column in columns else "-")
-            pairs = zip(self.losses[label], self.losses[reference], strict=True)
+            pairs = zip(self.runs[label].losses, self.runs[self.reference].losses, strict=True)
             difference = max(abs(loss - expected) for loss, expected in pairs)
             cells.append(f"{difference:.1g}")
             rows.append(Row(label, cells))
         return Table(("strategy", "ms per step", *COLUMNS), rows)
 
 
-def list_numbers(run: strategy_report.StrategyRun, process: strategy_report.StrategyRun | None) -> dict[str, float]:
+def list_numbers(run: strategy_report.StrategyRun, process: strategy_report.StrategyRun) -> dict[str, float]:
     """Return the numbers of a run for the record. `process` is the run of one process."""
     numbers = {
         "seconds": median(run.step_seconds),

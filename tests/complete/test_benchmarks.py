@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from configs.sweeps import strategies as strategy_grid
+from slurm.reports.strategies import StrategyRun
+from slurm.reports.strategy_formulas import RankFormulas
 from tests.benchmarks import growth, optimizers, ranks, runs, strategies
 from tests.benchmarks.measure import Number, Pace, Samples, interleave
 from tests.benchmarks.parts import run_of
@@ -77,6 +79,25 @@ def test_a_table_of_strategies_begins_with_the_default_of_each_division() -> Non
     assert ordered[: len(defaults)] == defaults
     recomputed = [label for label in labels if "recompute=blocks" in label]
     assert ordered[-len(recomputed) :] == recomputed
+
+
+def test_a_continued_comparison_starts_with_a_run_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a formula for activations, the memory is compared with the activations of one process."""
+    activations = iter([40.0, 80.0, 50.0])
+    formulas = RankFormulas(state_bytes=10, sample_share=0.5)
+
+    def read_run(_: object) -> StrategyRun:
+        return StrategyRun(0, 1, 1, 1, [1.0], [1.0], 1, 0, 10, next(activations), 0, None, formulas)
+
+    for name in ("finish", "discard_run"):
+        monkeypatch.setattr(strategies, name, lambda *_: None)
+    monkeypatch.setattr("slurm.reports.strategies.read_run", read_run)
+
+    _, second, third, *_ = strategies.StrategyComparison("resnet_modelparallel").list_tasks(tmp_path)
+    assert second.run(1)["memory_deviation"] == pytest.approx(0)
+    assert third.run(1)["memory_deviation"] == pytest.approx(0.2)
 
 
 def test_the_largest_deviation_from_a_formula_is_shown() -> None:
