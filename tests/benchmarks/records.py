@@ -96,9 +96,10 @@ class Record:
         slug = re.sub(r"[^a-z0-9]+", "-", names).strip("-")
         self.path = folder / f"{date}-{slug}-{machine['cores']}-cores.json"
         self.written: list[str] = []  # the parts that this record was given
-        self.commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip() or None
-        # Without a commit, and with uncommitted changes, the code of earlier rounds is unknown.
-        self.is_resumable = self.commit is not None and not provenance.run_git("status", "--porcelain")
+        commit = (provenance.run_git("rev-parse", "--short", "HEAD") or "").strip()
+        # Without a commit, and with uncommitted changes, the measured code is unknown.
+        self.is_resumable = bool(commit) and provenance.has_uncommitted_changes() is False
+        self.commit = commit if self.is_resumable else None
 
         versions: Json = {"python": platform.python_version()}
         for package in PACKAGES:
@@ -112,11 +113,16 @@ class Record:
         counts = {"rounds": samples.rounds, "undisturbed": len(samples.clean()), "others": max(shares, default=0.0)}
         self.put_table(name, part | counts | {"samples": samples.values}, table)
 
-    def find_samples(self, name: str) -> Samples:
-        """Return the rounds of a part that this process or an earlier one has measured with the same code."""
-        part = self.content["parts"].get(name, {})
+    def find_part(self, name: str) -> Json:
+        """Return a part that this process or an earlier one has measured with the same code; empty without one."""
+        part: Json = self.content["parts"].get(name, {})
         is_same_code = name in self.written or (self.is_resumable and part.get("commit") == self.commit)
-        if not is_same_code or "samples" not in part:
+        return part if is_same_code else {}
+
+    def find_samples(self, name: str) -> Samples:
+        """Return the rounds of a part that have been measured with the same code."""
+        part = self.find_part(name)
+        if "samples" not in part:
             return Samples()
         values: dict[str, dict[str, list[float]]] = {}
         for side, columns in part["samples"].items():
@@ -125,7 +131,7 @@ class Record:
         return Samples(values)
 
     def put_table(self, name: str, part: Json, table: Table) -> None:
-        """Write a table and its origin: title, command, rounds."""
+        """Write a table and its origin: title, command, rounds, and the commit if it is the measured code."""
         content = {"columns": list(table.columns), "rows": [row.json() for row in table.rows]}
         if name not in self.written:
             self.written.append(name)

@@ -148,19 +148,29 @@ def publish(file: Path, names: Sequence[str], folder: Path = records.RECORDED) -
     """Add the parts of a record with these names, all without names, to those that pages show.
 
     They replace those of the same day that other machines recorded, of which the date does not say which are newer.
-    Raises UserError, and publishes nothing, if a part has fewer than ENOUGH undisturbed rounds.
+    Raises UserError, and publishes nothing, if a part has no commit or fewer than ENOUGH undisturbed rounds.
     """
     content = json.loads(file.read_text())
     to = folder / file.name
     known = json.loads(to.read_text())["parts"] if to.exists() else {}
     chosen = {name: part for name, part in content["parts"].items() if not names or name in names}
     for name, part in chosen.items():
+        require_commit(name, part)
         require_enough_rounds(name, part)
     write_json(to, content | {"parts": known | chosen})
     for other in set(folder.glob(f"{content['date']}-*.json")) - {to}:
         record = json.loads(other.read_text())
         kept = {name: part for name, part in record["parts"].items() if name not in chosen}
         write_json(other, record | {"parts": kept})
+
+
+def require_commit(name: str, part: Mapping[str, Any]) -> None:
+    """Raise UserError if a part does not name the commit of the measured code."""
+    if not part.get("commit"):
+        raise UserError(
+            f"{name} was measured without a commit or with uncommitted changes; commit all changes, and repeat "
+            f"`{part['command']}`"
+        )
 
 
 def require_enough_rounds(name: str, part: Mapping[str, Any]) -> None:

@@ -190,7 +190,7 @@ def test_an_interrupted_benchmark_keeps_its_rounds(tmp_path: Path, monkeypatch: 
 
 def write_record(file: Path, numbers: dict[str, int]) -> None:
     """Write a record of the day that the name of the file begins with. Each part contains a number."""
-    parts = {name: {"number": number} for name, number in numbers.items()}
+    parts = {name: {"number": number, "commit": "abc"} for name, number in numbers.items()}
     record = {"format": 1, "date": file.name[:10], "parts": parts}
     file.write_text(json.dumps(record))
 
@@ -218,8 +218,10 @@ def test_publishing_adds_parts_to_those_of_the_same_day(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("others, is_published", [([0.0] * 5, True), ([0.0] * 4, False), ([0.0] * 4 + [0.5], False)])
 def test_a_table_with_few_undisturbed_rounds_is_not_published(
-    tmp_path: Path, others: list[float], is_published: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: list[float], is_published: bool
 ) -> None:
+    outputs = {"rev-parse": "abc"}
+    monkeypatch.setattr(provenance, "run_git", lambda *words: outputs.get(words[0], ""))
     samples = Samples({"side": {"seconds": [1.0] * len(others), "others": others}})
     record = Record(tmp_path)
     record.put("topic/part", {"command": "make bench"}, samples, Table(("", ""), []))
@@ -231,6 +233,20 @@ def test_a_table_with_few_undisturbed_rounds_is_not_published(
         with pytest.raises(UserError, match="topic/part has 4 undisturbed rounds, but a published table needs 5"):
             tables.publish(record.path, [], folder)
     assert bool(list(folder.iterdir())) == is_published
+
+
+@pytest.mark.parametrize("outputs", [{"rev-parse": "abc", "status": " M file"}, {"rev-parse": None, "status": None}])
+def test_measurements_of_unknown_code_are_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: dict[str, str | None]
+) -> None:
+    monkeypatch.setattr(provenance, "run_git", lambda *words: outputs[words[0]])
+    samples = Samples({"side": {"seconds": [1.0] * 5, "others": [0.0] * 5}})
+    record = Record(tmp_path)
+    record.put("topic/part", {"command": "make bench"}, samples, Table(("", ""), []))
+    with pytest.raises(UserError, match="commit all changes, and repeat `make bench`"):
+        tables.publish(record.path, [], tmp_path)
+    monkeypatch.setattr(provenance, "run_git", lambda *words: {"rev-parse": "abc"}.get(words[0], ""))
+    assert Record(tmp_path).find_part("topic/part") == {}, "rounds of uncommitted code must not be continued"
 
 
 def test_a_failing_part_and_an_interrupt_leave_the_rest(
