@@ -3,7 +3,7 @@
     python -m tests.benchmarks.suites ["make test=3" "make test-all=1" "make test-slurm=1"]
 
 Runs each suite as often as the number says, through make as a person does, and prints its slowest tests.
-The times of one day are added to its record.
+The times of the same day and commit are added to its record.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     unknown = [argument for argument in arguments if argument.partition("=")[0] not in BUDGETS]
     if unknown:
         raise RuntimeError(f"unknown suite {unknown[0]!r}; known are {', '.join(BUDGETS)}, as in 'make test=3'")
-    seconds_of = record.content["parts"].get("suites/times", {}).get("seconds", {})
+    seconds_of = record.find_part("suites/times").get("seconds", {})
     for argument in arguments:
         suite, _, times = argument.partition("=")
         for _ in range(int(times or 1)):
