@@ -6,8 +6,8 @@
 
 Every round is added to one JSON of this machine and day in tests/benchmarks/results/. The same command continues an
 interrupted benchmark: it adds the missing rounds and leaves out complete parts. If all parts are complete or the code
-has changed, they are measured again. A round that other programs disturbed is replaced. The last table shows what was
-measured, the goal, and whether it was met. Nothing fails because it was slow. `make tables` shows what is committed in
+has changed, they are measured again. A disturbed round is replaced. The last table shows what was measured, the goal,
+and whether it was met. Nothing fails because it was slow. `make tables` shows what is committed in
 tests/benchmarks/recorded/; tables.py publishes a JSON there.
 """
 

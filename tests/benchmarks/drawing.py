@@ -44,7 +44,7 @@ def draw_step(path: Path, timeline: Sequence[Mapping[str, Any]], title: str) -> 
 
 def heights(part: Mapping[str, Any], sides: Sequence[str], factor: float) -> dict[str, tuple[float, float]]:
     """Return the median of each side and half its spread."""
-    samples = Samples(part["samples"])
+    samples = Samples.from_part(part)
     bars = {}
     for side in sides:
         times = [factor * seconds for seconds in samples.list_counted(side)]

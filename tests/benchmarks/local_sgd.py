@@ -15,7 +15,7 @@ from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts, local_sgd_crossover
 from tests.benchmarks.measure import Number, Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, discard_run, finish
+from tests.benchmarks.parts import Part, discard_run, finish, ignore_other_programs
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "local_sgd"
@@ -49,14 +49,13 @@ def train(scratch: Path, name: str, *settings: str) -> Task:
         measured = {
             "seconds": result["step_seconds"],
             "test_accuracy": result["test_accuracy"],
-            "others": 0.0,  # other programs change only the seconds, which no table shows
         }
         for key in ("exchanges", "bytes_sent"):
             if key in result:
                 measured[key] = float(result[key])
         return measured
 
-    return Task(name, run)
+    return ignore_other_programs(Task(name, run))
 
 
 def compute_t_quantile(freedom: int, probability: float = 0.975) -> float:

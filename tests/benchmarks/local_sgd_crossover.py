@@ -20,7 +20,7 @@ from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, discard_run, finish
+from tests.benchmarks.parts import Part, discard_run, finish, ignore_other_programs
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "crossover"
@@ -143,7 +143,7 @@ class Trace(NamedTuple):
 
 def make_trace(part: Mapping[str, Any], strategy: str) -> Trace:
     """Return the trace of a strategy."""
-    samples = Samples(part["samples"])
+    samples = Samples.from_part(part)
     points = []
     for rate in RATES:
         times = [1e3 * seconds for seconds in samples.list_counted(rate, strategy)]
@@ -171,10 +171,9 @@ def measure_accuracy(scratch: Path, name: str) -> Task:
             "seconds": result["step_seconds"],
             "test_accuracy": result["test_accuracy"],
             "bytes": result.get("bytes_sent", count_bytes(name) * len(steps)),
-            "others": 0.0,  # other programs change only the seconds, which no table shows
         }
 
-    return Task(name, run)
+    return ignore_other_programs(Task(name, run))
 
 
 def accuracy_table(samples: Samples) -> Table:

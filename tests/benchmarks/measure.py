@@ -3,7 +3,8 @@
 A side is a task of this process, such as a command that is started and timed, or a function inside a team: processes
 that were forked together, joined into one process group, and keep their number of threads. Only the side whose turn
 it is computes; teams sleep at the end of a pipe meanwhile. The share of the machine that other programs used is
-measured with every turn; disturbed rounds stay in the record and do not count where enough others are left.
+measured with every turn, and the speed of the machine before every round. Disturbed rounds stay in the record and do
+not count where enough others are left.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ NOISY = 0.1  # share of the machine used by others during a turn, above which it
 SLACK = 0.03  # seconds: the resolution of /proc
 ENOUGH = 5  # undisturbed rounds
 PATIENCE = 600.0  # seconds for one turn
+MAX_SLOWDOWN = 1.15  # of the calibration, compared with the fastest round, above which a round is disturbed
+SUMMANDS = 4_000_000  # of the calibration: about 0.1 s
+COPIED_BYTES = 128 * 2**20  # of the calibration: more than caches hold
 Values = Mapping[str, float]
 Side = Callable[[], float | Values]
 
@@ -58,6 +62,8 @@ class Task:
 
     name: str
     run: Callable[[int], Values]
+    is_timed: bool = True
+    """Whether tables show times of this side. The speed of the machine does not matter to other sides."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,13 @@ class Samples:
     values: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
     counted: bool = True
     """Whether rounds are added; False while warming up."""
+    calibration: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of `time_calibration` before each round; empty in older records and without timed sides."""
+
+    @classmethod
+    def from_part(cls, part: Mapping[str, Any]) -> Samples:
+        """Return the samples of a recorded part."""
+        return cls(part["samples"], calibration=part.get("calibration", []))
 
     def add(self, side: str, measured: Values, before: Load) -> None:
         """Record a turn that began with `before` and has just ended."""
@@ -104,12 +117,13 @@ class Samples:
         return min(counts, default=0)
 
     def clean(self) -> list[int]:
-        """Return the rounds in which other programs used hardly any of the machine."""
+        """Return the undisturbed rounds."""
         shares = [columns.get("others", []) for columns in self.values.values()]
+        slow_rounds = find_slow_rounds(self.calibration)
         rounds = []
         for number in range(self.rounds):
             highest = max(share[number] for share in shares)
-            if highest <= NOISY:
+            if highest <= NOISY and number not in slow_rounds:
                 rounds.append(number)
         return rounds
 
@@ -147,7 +161,7 @@ class Samples:
 class Pace:
     """The number of rounds, and the seconds that they may take.
 
-    With `replaces_disturbed`, further rounds replace those that other programs disturbed.
+    With `replaces_disturbed`, further rounds replace disturbed ones.
     """
 
     def __init__(self, rounds: int, drop: int, seconds: float, *, replaces_disturbed: bool = False) -> None:
@@ -233,11 +247,15 @@ def direct(
         turns += [(side, call_team(team, side)) for side in hear_all(team)[0]]
     if samples.values.keys() != {name for name, _ in turns}:
         samples.values.clear()  # earlier rounds compared other sides
+        samples.calibration.clear()
+    is_timed = bool(members) or any(task.is_timed for task in tasks)
     number = 0
     while pace.allows(number, samples):
         start = time.monotonic()
         samples.counted = number >= pace.drop
         print(f"  {describe_round(pace, samples)}:", end="", flush=True)
+        if samples.counted and is_timed:
+            samples.calibration.append(round(time_calibration(), 6))
         take_turns(turns, pace.drop + samples.rounds if samples.counted else number, samples)
         pace.last = time.monotonic() - start
         print(f"  ({pace.last:.0f} s)", flush=True)
@@ -297,7 +315,25 @@ def serve(sides: Mapping[str, Side], pipe: Connection) -> None:
         pipe.send(sides[name]())
 
 
-# ---- who else uses the machine
+# ---- the speed of the machine, and who else uses it
+
+
+def time_calibration() -> float:
+    """Return the seconds of a fixed amount of arithmetic and copying on one thread."""
+    buffer = memoryview(bytearray(b"1") * (2 * COPIED_BYTES))  # written, because untouched pages occupy no memory
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        sum(range(SUMMANDS))
+        buffer[:COPIED_BYTES] = buffer[COPIED_BYTES:]
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)  # a single pause of this process does not mean that the machine is slow
+
+
+def find_slow_rounds(calibration: Sequence[float]) -> set[int]:
+    """Return the rounds before which the calibration took much longer than before the fastest round."""
+    limit = MAX_SLOWDOWN * min(calibration, default=0.0)
+    return {number for number, seconds in enumerate(calibration) if seconds > limit}
 
 
 @dataclasses.dataclass(frozen=True)

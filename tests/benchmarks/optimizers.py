@@ -20,7 +20,7 @@ from common.system.causes import Cause
 from configs.data_rules import TRAIN_SAMPLES
 from tests.benchmarks.measure import Samples, Task
 from tests.benchmarks.mnist_pipeline import no_mnist
-from tests.benchmarks.parts import Part, RunFailedError, discard_run, finish
+from tests.benchmarks.parts import Part, RunFailedError, discard_run, finish, ignore_other_programs
 from tests.benchmarks.records import Cell, Row, Table
 
 NAME = "optimizers"
@@ -82,10 +82,9 @@ def tune(scratch: Path, optimizer: str, batch: int, rates: Sequence[float], sett
 
         with ThreadPoolExecutor(PARALLEL_RUNS) as pool:
             trials = list(pool.map(try_rate_of_round, rates))
-        # other programs change only the seconds, which no table shows
-        return {"seconds": time.perf_counter() - start, "others": 0.0, **choose_best(trials)}
+        return {"seconds": time.perf_counter() - start, **choose_best(trials)}
 
-    return Task(label, run)
+    return ignore_other_programs(Task(label, run))
 
 
 def sides(scratch: Path) -> list[Task]:

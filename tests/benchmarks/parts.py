@@ -81,9 +81,9 @@ def run_of(scratch: Path, label: str, experiment: str, *settings: str, keep: Seq
 def ignore_other_programs(task: Task) -> Task:
     """Return a task of which no round counts as disturbed.
 
-    This is correct if the table shows only numbers that other programs do not change, such as bytes and accuracies.
+    This is correct if the table shows no times, but only numbers such as bytes and accuracies.
     """
-    return Task(task.name, lambda number: {**task.run(number), "others": 0.0})
+    return Task(task.name, lambda number: {**task.run(number), "others": 0.0}, is_timed=False)
 
 
 class RunFailedError(CausedRuntimeError):

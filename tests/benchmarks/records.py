@@ -2,7 +2,8 @@
 
     {"format": 1, "date": "2026-11-22", "machine": {"cpu": ..., "cores": ..., "memory_gb": ...}, "versions": {...},
      "parts": {"ddp_multinode/step": {"title": ..., "command": ..., "commit": ..., "facts": ["1 thread", ...],
-       "rounds": 4, "samples": {side: {name: [one number a round]}}, "table": {"columns": [...], "rows": [...]}}}}
+       "rounds": 4, "calibration": [seconds before each round], "samples": {side: {name: [one number a round]}},
+       "table": {"columns": [...], "rows": [...]}}}}
 
 A row of a table has `what`, `cells` (text or {"value", "low", "high"}) and, if its first cell has one, a `goal`
 ({"bound", "at_least"}).
@@ -24,7 +25,7 @@ from common.config.config import ROOT
 from common.runs import provenance
 from common.runs.folder import write_json
 from common.system.text import format_count
-from tests.benchmarks.measure import ENOUGH, NOISY, Number, Samples
+from tests.benchmarks.measure import ENOUGH, NOISY, Number, Samples, find_slow_rounds
 
 FORMAT = 1
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
@@ -111,7 +112,8 @@ class Record:
         """Write the measurements of a part so far. An earlier record of it of the same day is replaced."""
         shares = [max(columns["others"]) for columns in samples.values.values()]
         counts = {"rounds": samples.rounds, "undisturbed": len(samples.clean()), "others": max(shares, default=0.0)}
-        self.put_table(name, part | counts | {"samples": samples.values}, table)
+        measured = {"calibration": samples.calibration[: samples.rounds], "samples": samples.values}
+        self.put_table(name, part | counts | measured, table)
 
     def find_part(self, name: str) -> Json:
         """Return a part that this process or an earlier one has measured with the same code; empty without one."""
@@ -128,7 +130,7 @@ class Record:
         for side, columns in part["samples"].items():
             # an interrupted round may have been recorded for some sides only
             values[side] = {name: numbers[: part["rounds"]] for name, numbers in columns.items()}
-        return Samples(values)
+        return Samples(values, calibration=part.get("calibration", [])[: part["rounds"]])
 
     def put_table(self, name: str, part: Json, table: Table) -> None:
         """Write a table and its origin: title, command, rounds, and the commit if it is the measured code."""
@@ -202,9 +204,14 @@ def goal_of(row: Json, disturbed: bool = False) -> str:
     return f"{text} (disturbed)" if disturbed else text
 
 
+def count_disturbed_rounds(part: Mapping[str, Any]) -> int:
+    """Return how many rounds of a part were disturbed."""
+    return part["rounds"] - part["undisturbed"] if "undisturbed" in part else 0
+
+
 def is_disturbed(part: Mapping[str, Any]) -> bool:
-    """Return whether other programs used the machine in so many rounds that these had to count."""
-    return part.get("others", 0) > NOISY and part["undisturbed"] < ENOUGH
+    """Return whether so many rounds were disturbed that these had to count."""
+    return count_disturbed_rounds(part) > 0 and part["undisturbed"] < ENOUGH
 
 
 def verdict(row: Json) -> str:
@@ -239,7 +246,7 @@ def origin_of(part: Mapping[str, Any], facts: Sequence[str], method: str) -> str
     versions = part["versions"]
     names = {"python": "Python", "torch": "PyTorch"}
     phrases.append(", ".join(f"{names[name]} {versions[name]}" for name in versions if name in names))
-    if part.get("others", 0) > NOISY:
+    if count_disturbed_rounds(part):
         phrases.append(describe_disturbance(part))
     return f"[Measured]({method}) on {part['date']} with `{part['command']}`: {'; '.join(phrases)}."
 
@@ -270,14 +277,19 @@ def count_rounds(part: Mapping[str, Any]) -> list[str]:
 
 
 def describe_disturbance(part: Mapping[str, Any]) -> str:
-    """Describe the rounds in which other programs used the machine."""
+    """Describe the disturbed rounds of a part."""
     rounds = part["rounds"]
-    load = f"other programs used up to {100 * part['others']:.0f} % of the CPU time"
+    reasons = []
+    if part["others"] > NOISY:
+        reasons.append(f"other programs used up to {100 * part['others']:.0f} % of the CPU time")
+    if find_slow_rounds(part.get("calibration", [])):
+        reasons.append("the machine was slower")
+    reason = " or ".join(reasons)
     if rounds == 1:
-        return f"disturbed, because {load}"
-    count = rounds - part["undisturbed"]
+        return f"disturbed, because {reason}"
+    count = count_disturbed_rounds(part)
     were = "was" if count == 1 else "were"
     if is_disturbed(part):
-        return f"{count} of {rounds} rounds {were} disturbed, because {load}, but {were} included"
+        return f"{count} of {rounds} rounds {were} disturbed, because {reason}, but {were} included"
     further = format_count(count, "further round")
-    return f"{further} {were} excluded, because {load}"
+    return f"{further} {were} excluded, because {reason}"

@@ -16,7 +16,7 @@ from common.system.errors import UserError
 from tests.benchmarks import __main__ as bench
 from tests.benchmarks import figures, measure, records, tables
 from tests.benchmarks.measure import Number, Pace, Samples, Task, interleave
-from tests.benchmarks.parts import Part, discard_run
+from tests.benchmarks.parts import Part, discard_run, ignore_other_programs
 from tests.benchmarks.records import Record, Row, Table, at_least, at_most
 from tests.harness.repository import ROOT
 
@@ -30,6 +30,12 @@ CONSTANTS = {"5 %"}
 """Numbers with a unit that are no measurements."""
 PAGE = ROOT / "README.md"
 METHOD = "CONTRIBUTING.md#how-numbers-are-measured"
+
+
+@pytest.fixture(autouse=True)
+def constant_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is equally fast in all rounds, although other tests use it."""
+    monkeypatch.setattr(measure, "time_calibration", lambda: 0.1)
 
 
 def name_of(page: Path) -> str:
@@ -295,6 +301,30 @@ def test_a_further_round_replaces_a_disturbed_one(capsys: pytest.CaptureFixture[
     assert samples.values["side"]["others"] == loads
     assert "round 4 replaces a disturbed one: " in capsys.readouterr().out
     assert interleave(sides, Pace(3, 1, 60), lambda _: None).rounds == 3
+
+
+def test_a_round_on_a_slower_machine_is_disturbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round is not slow if no table shows its times."""
+    seconds = [0.11, 0.1, 0.12]
+    calibration = iter(seconds)
+    monkeypatch.setattr(measure, "time_calibration", lambda: next(calibration))
+    side = Task("side", lambda number: {"seconds": 1.0, "others": 0.0})
+    samples = interleave([side], Pace(3, 0, 60), lambda _: None)
+    assert samples.calibration == seconds
+    assert samples.clean() == [0, 1]
+
+    record = Record(tmp_path)
+    record.put("x/y", {"command": "make bench"}, samples, Table(("", ""), []))
+    assert record.find_samples("x/y").clean() == [0, 1]
+    part = record.content["parts"]["x/y"]
+    reason = "1 of 3 rounds was disturbed, because {}the machine was slower, but was included"
+    assert records.describe_disturbance(part) == reason.format("")
+    load = "other programs used up to 50 % of the CPU time or "
+    assert records.describe_disturbance(part | {"others": 0.5}) == reason.format(load)
+
+    untimed = interleave([ignore_other_programs(side)], Pace(3, 0, 60), lambda _: None)
+    assert untimed.calibration == []
+    assert untimed.clean() == [0, 1, 2]
 
 
 def test_a_repeated_command_adds_the_missing_rounds(
