@@ -13,7 +13,7 @@ import importlib
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +148,7 @@ def mask_table(samples: Samples) -> Table:
 
 # ---- a step of training
 
-STEPS = 600
+STEPS = 4000  # about 2 s
 STEP = ("model=mlp", "batch=64", "optim.decay=constant", "optim.warmup=0", "launch.threads=1", "export=false")
 PRUNED = ("sparsity=0.9", "schedule=oneshot", "begin=0", "end=0")
 
@@ -168,7 +168,7 @@ def bare_sides(cfg: Config, prepared: PreparedDataset, world: World) -> dict[str
         def train() -> float:
             loader.epoch = 0  # the same batches in each turn
             loader.position = 0
-            batches = islice(iter(loader), STEPS)
+            batches = islice(chain.from_iterable(repeat(loader)), STEPS)  # of several epochs
             rates = [cfg.optim.lr] * STEPS
             return timed(lambda: peers.bare(model, batches, rates, cfg.optim)) / STEPS
 
@@ -203,17 +203,21 @@ SAMPLES = 64
 SPARSE = (0.8, 0.9, 0.95, 0.98)
 
 
-def make_inference_side(layer: nn.Module, inputs: Tensor) -> Side:
-    """The mean time of a pass."""
+TURN_SECONDS = 1.0  # of passes; the load of other programs cannot be measured in much shorter turns
 
-    def repeat() -> None:
-        for _ in range(5):
-            layer(inputs)
+
+def make_inference_side(layer: nn.Module, inputs: Tensor) -> Side:
+    """Return a function that measures the mean time of a pass."""
 
     def measure() -> float:
+        passes = 0
         with torch.no_grad():
             layer(inputs)
-            return timed(repeat) / 5
+            start = time.perf_counter()
+            while (seconds := time.perf_counter() - start) < TURN_SECONDS:
+                layer(inputs)
+                passes += 1
+        return seconds / passes
 
     return measure
 
