@@ -1,12 +1,13 @@
 """The cost of a checkpoint, beside torch.save and fsync of the same state, and beside training.
 
 ResNet-18 and ResNet-50 with the momentum of SGD, in one process and in two that train data parallel (rank 0 writes
-model and optimizer, each rank its own random state). Training waits until a save has ended. torch.save writes a new
-file each time and then removes the one before the last, as this project does. Another side writes the same file again
-and again. It loses the state when the power fails, but it uses the same pages of memory again. This is faster where
-free memory is slow to get back, such as in a virtual machine that returns it to its host. Other sides: a step of
-ResNet-18 in two processes (batch 128, 32 px), the vote on stop requests about twice a second, and the warm-up of DDP's
-buckets at a start. Writes into runs/.
+model and optimizer, each rank its own random state and BatchNorm statistics). This project's side is `Saver.save`,
+which also collects the state and checks it for NaN and infinity. The sides of torch.save write a state that was
+collected before. torch.save writes a new file each time and then removes the one before the last, as this project does.
+Another side writes the same file again and again. It loses the state when the power fails, but it uses the same pages
+of memory again. This is faster where free memory is slow to get back, such as in a virtual machine that returns it to
+its host. Other sides: a step of ResNet-18 in two processes (batch 128, 32 px) with the vote after it
+(`Saver.checkpoint_or_stop`), and the warm-up of DDP's buckets at a start. Writes into runs/.
 """
 
 from __future__ import annotations
@@ -15,72 +16,76 @@ import atexit
 import collections
 import itertools
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchvision.models import resnet50
 
-from common.checkpoint import state_dicts
-from common.checkpoint.checkpointer import Checkpointer, CheckpointState
-from common.checkpoint.save_or_stop_vote import POLL_SECONDS, SaveOrStopVote
-from common.checkpoint.stop_request import StopRequest
-from common.config.config import ROOT
+from common.checkpoint.checkpointer import CheckpointState
+from common.checkpoint.save_or_stop_vote import POLL_SECONDS
+from common.config import config
+from common.config.config import ROOT, format_yaml
+from common.data import prepare
+from common.data.prepare import PreparedDataset
 from common.models import networks
 from common.ranks.ranks import Ranks
 from common.ranks.rendezvous import World
 from common.runs.folder import RunFolder
 from common.techniques.data_parallel import ddp
 from common.training import optimizers
-from configs.shared import Checkpoint, Optim
+from common.training.run import Run
+from configs.ddp_multinode import Config
+from configs.shared import Optim
 from tests.benchmarks.measure import Samples, Side, Team
-from tests.benchmarks.parts import Part
+from tests.benchmarks.parts import QUIET, Part
 from tests.benchmarks.records import Row, Table, at_most, make_value_table
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-18": lambda: networks.build_network("resnet18", (3, 32, 32), 10),
     "ResNet-50": lambda: resnet50(weights=None),
 }
+SETTINGS = (*QUIET, "data.name=digits")  # no images of the data set are used
+STEPS = 2  # per turn
 GOAL = 1.3
 OURS = "this project"
 NEW_FILE = "torch.save and fsync, a new file"
 SAME_FILE = "the same file again"
-LOOK = "vote on saving and stopping"
+VOTE = "vote on saving and stopping"
+STEP = "step"
 WARM_UP = "warm-up of DDP's buckets"
 SAVE = f"ResNet-18, 2 processes: {OURS}"
 
 
-def make_state(model: nn.Module, world: World) -> CheckpointState:
-    """The state of a model in training; rank 0 writes all but the random state."""
-    torch.manual_seed(0)
+def start_run(folder: Path, world: World, model: nn.Module, prepared: PreparedDataset) -> Run:
+    """Return a run of a model and an optimizer with momentum that is ready to vote and to save."""
+    cfg = config.load_config(Config, SETTINGS, {})
+    claimed = RunFolder.create(folder, "bench", format_yaml(cfg)).claim_attempt() if world.is_main else None
+    path = Path(world.broadcast(str(claimed.path) if claimed else None))
+    run = Run(cfg, RunFolder(path, 1), Ranks(world), prepared)
+
     optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
     for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
+        parameter.grad = 1e-3 * torch.randn_like(parameter)  # small, so that later training does not diverge
     optimizer.step()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return CheckpointState(
-        state_dicts.gather_full_tensors(tensors, world.is_main),
-        state_dicts.collect_optimizer_state(optimizer, model.named_parameters(), None if world.is_main else ()),
-        {"epoch": 3},
-        {"random": state_dicts.capture_rng_state()},
-    )
+    run.register(model, optimizer, run.batches(shard=run.shard), replicated=True)
+    run.resume()
+    return run
 
 
-def make_project_side(folder: Path, world: World, content: CheckpointState) -> Side:
+def make_project_side(run: Run) -> Side:
     """Checkpoints as a run saves them."""
-    run_path = str(RunFolder.create(folder, "bench", "").claim_attempt().path) if world.is_main else ""
-    run_folder = RunFolder(Path(world.broadcast(run_path)), 1)
-    checkpoints = Checkpointer(run_folder, Ranks(world), Checkpoint(), print)
     steps = itertools.count(1)
 
     def save() -> float:
         start = time.perf_counter()
-        if not checkpoints.save(next(steps), content):
+        if not run.saver.save(next(steps)):
             raise OSError("not saved")
         return time.perf_counter() - start
 
@@ -110,78 +115,99 @@ def make_torch_side(folder: Path, world: World, content: CheckpointState, files:
     return save
 
 
-def make_timer(world: World, work: Callable[[], object], times: int) -> Side:
-    """A side that repeats work of all ranks and returns the mean seconds."""
+def make_step_side(run: Run, step: Callable[[], torch.Tensor]) -> Side:
+    """Steps, each with a row of metrics and a vote as in a run; returns the mean seconds of a step and of a vote."""
+    metrics = run.metrics
+    assert metrics is not None
+    numbers = itertools.count(1)
 
-    def measure() -> float:
-        world.broadcast(None)
-        start = time.perf_counter()
-        for _ in range(times):
-            work()
-        return (time.perf_counter() - start) / times
+    def measure() -> dict[str, float]:
+        step_seconds = []
+        vote_seconds = []
+        for _ in range(STEPS):
+            number = next(numbers)
+            dist.barrier()
+            start = time.perf_counter()
+            loss = step()
+            step_seconds.append(time.perf_counter() - start)
+
+            dist.barrier()  # the next step would wait for the slower rank even without a vote
+            start = time.perf_counter()
+            metrics.add_step(number, start, {"loss": loss})
+            run.saver.checkpoint_or_stop(number, now=True)
+            vote_seconds.append(time.perf_counter() - start)
+        return {"seconds": fmean(step_seconds), "vote": fmean(vote_seconds)}
 
     return measure
 
 
-def training(world: World) -> dict[str, Side]:
-    """A step, the look at the flags after it, and the warm-up of buckets at a start."""
-    model = nn.parallel.DistributedDataParallel(MODELS["ResNet-18"](), **ddp.make_unsynchronized_buffer_options())
-    optimizer = optimizers.build_optimizer(model.parameters(), Optim(momentum=0.9))
+def training(folder: Path, world: World, prepared: PreparedDataset) -> dict[str, Side]:
+    """A step with the vote after it, and the warm-up of buckets at a start."""
+    network = MODELS["ResNet-18"]()
+    run = start_run(folder, world, network, prepared)
+    assert run.state is not None and run.state.optimizer is not None
+    optimizer = run.state.optimizer
+    model = nn.parallel.DistributedDataParallel(network, **ddp.make_unsynchronized_buffer_options())
     batch = 128 // world.size
     images = torch.randn(batch, 3, 32, 32)
     labels = torch.zeros(batch, dtype=torch.long)
-    vote = SaveOrStopVote(Ranks(world), Checkpoint(), StopRequest(60, sys.stderr))
 
-    def step() -> None:
+    def step() -> torch.Tensor:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
         optimizer.step()
+        return loss.detach()
 
-    def look() -> None:
-        vote.vote_after_step(1, False, time.perf_counter())
+    def warm_up() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        ddp.warm_up_buckets(model, images)
+        return time.perf_counter() - start
 
-    return {
-        "step": make_timer(world, step, 2),
-        LOOK: make_timer(world, look, 50),
-        WARM_UP: make_timer(world, lambda: ddp.warm_up_buckets(model, images), 1),
-    }
+    return {STEP: make_step_side(run, step), WARM_UP: warm_up}
 
 
-def sides(folder: Path, world: World) -> dict[str, Side]:
+def sides(folder: Path, world: World, prepared: PreparedDataset) -> dict[str, Side]:
     savers: dict[str, Side] = {}
     processes = "1 process" if world.size == 1 else f"{world.size} processes"
     for model, build in MODELS.items():
-        content = make_state(build(), world)
         model_folder = folder / f"{model}-{world.size}"
         model_folder.mkdir(exist_ok=True)
+        torch.manual_seed(0)
+        run = start_run(model_folder, world, build(), prepared)
+        assert run.state is not None
+        content = run.state.collect_state()
         label = f"{model}, {processes}"
-        savers[f"{label}: {OURS}"] = make_project_side(model_folder, world, content)
+        savers[f"{label}: {OURS}"] = make_project_side(run)
         savers[f"{label}: {NEW_FILE}"] = make_torch_side(model_folder, world, content, files=3)
         savers[f"{label}: {SAME_FILE}"] = make_torch_side(model_folder, world, content, files=1)
-    return savers | training(world) if world.size == 2 else savers
+    return savers | training(folder, world, prepared) if world.size == 2 else savers
 
 
 def teams(scratch: Path) -> list[Team]:
+    prepared = prepare.prepare_dataset(config.load_config(Config, SETTINGS, {}).data)
     (ROOT / "runs").mkdir(exist_ok=True)
     disk = tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix="bench-")  # not below /tmp, which may be memory
     atexit.register(disk.cleanup)
     folder = Path(disk.name)
-    return [Team(size, 1, lambda world: sides(folder, world)) for size in (1, 2)]
+    return [Team(size, 1, lambda world: sides(folder, world, prepared)) for size in (1, 2)]
 
 
 def table(samples: Samples) -> Table:
     rows = [Row(f"ms: {side}", [samples.number(side, factor=1e3)]) for side in samples.values]
+    rows.append(Row(f"ms: {VOTE}", [samples.number(STEP, "vote", 1e3)]))
     for side in samples.values:
         label, _, method = side.partition(": ")
         if method == OURS:
             slowdown = samples.ratio(side, f"{label}: {NEW_FILE}")
             rows.append(at_most(f"{label}: {OURS} / {NEW_FILE}", slowdown, GOAL))
             rows.append(Row(f"{label}: {OURS} / {SAME_FILE}", [samples.ratio(side, f"{label}: {SAME_FILE}")]))
-    saving = samples.ratio(SAVE, "step")  # 100 % / 100 steps
-    voting = samples.number(LOOK, factor=100 / POLL_SECONDS)
+    saving = samples.ratio(SAVE, STEP)  # 100 % / 100 steps
+    voting = samples.number(STEP, "vote", 100 / POLL_SECONDS)
     rows.append(at_most("% of training time: a checkpoint every 100 steps", saving, 1))
     rows.append(at_most("% of training time: the votes on saving and stopping", voting, 0.5))
-    rows.append(Row("warm-up of DDP's buckets / step", [samples.ratio(WARM_UP, "step")]))
+    rows.append(Row("warm-up of DDP's buckets / step", [samples.ratio(WARM_UP, STEP)]))
     return make_value_table(rows)
 
 

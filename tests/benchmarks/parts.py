@@ -23,7 +23,7 @@ from tests.benchmarks.measure import Samples, Task, Team
 from tests.benchmarks.records import Table
 from tests.harness.commands.processes import select_applicable_settings
 
-# Settings of training loops that are compared with loops of other libraries, which track and save nothing.
+# Settings of trainings in a team. They do not print, track or save at intervals.
 QUIET = ("log.progress=none", "log.level=error", "wandb.mode=disabled", "checkpoint.every_seconds=0")
 BRIEF = ("data.test_limit=1000",)
 RUN_SECONDS = 1800.0  # after which a run counts as hung
