@@ -95,6 +95,7 @@ def draw_curves(
     axes.set(xlabel=x, ylabel=y, title=title)
     if loglog:
         axes.set(xscale="log", yscale="log")
+        axes.minorticks_off()  # they would take up a fifth of an SVG file
     else:
         axes.set(ylim=(0, None))
     save_with_legend(axes, path)

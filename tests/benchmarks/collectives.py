@@ -254,7 +254,7 @@ def draw_collectives(path: Path, part: Mapping[str, Any]) -> None:
         beta = medians[f"all_reduce float32 {side}: beta"]
         first_size = points[0][0]
         last_size = points[-1][0]
-        sizes = [first_size * (last_size / first_size) ** (i / 30) for i in range(31)]
+        sizes = [first_size * (last_size / first_size) ** (i / 15) for i in range(16)]
         fitted = [(size, 1e6 * (alpha + beta * size), 0.0) for size in sizes]
         fits[side] = (f"{side}, fitted", fitted)
     title = "All-reduce of two ranks, fitted: alpha + beta n"
@@ -307,4 +307,4 @@ PARTS = [
         missing=lambda: hosts.find_obstacle(parse_rate_and_delay(FAST, "")),
     ),
 ]
-FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/sizes", draw_collectives)}
+FIGURES: dict[str, Figure] = {NAME: (f"{NAME}/gains", draw_collectives)}

@@ -21,12 +21,13 @@ from common.data.samples import Images
 from common.models import networks
 from common.ranks.rendezvous import World
 from common.system import seeds
+from common.techniques.data_parallel.ddp import make_unsynchronized_buffer_options
 from common.training import learning_rate
 from tests.benchmarks.measure import Samples, Side, Team, require_same
 
 STEPS = 3  # a turn, after one that does not count
 Step = Callable[[Tensor, Tensor, bool], Tensor]
-Library = Callable[[nn.Module, Any, int, bool], Step]
+Library = Callable[[nn.Module, Any, int, bool, float | None], Step]
 
 
 def announce(world: World) -> None:
@@ -45,12 +46,21 @@ def announce(world: World) -> None:
     os.environ.update(variables)
 
 
-def accelerate(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Step:
+def accelerate(model: nn.Module, optimizer: Any, window: int, bf16: bool, bucket_mb: float | None) -> Step:
     """A microbatch with Accelerate; its window ends with a step of the optimizer."""
     from accelerate import Accelerator
+    from accelerate.utils import DistributedDataParallelKwargs
 
-    precision = "bf16" if bf16 else "no"
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=window)
+    # Accelerate does not know forward_sync_buffers, the newer name of broadcast_buffers.
+    options = DistributedDataParallelKwargs(
+        bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16" if bf16 else "no",
+        gradient_accumulation_steps=window,
+        kwargs_handlers=[options],
+    )
     assert accelerator.num_processes == dist.get_world_size()
     model, optimizer = accelerator.prepare(model, optimizer)
 
@@ -66,14 +76,16 @@ def accelerate(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Ste
     return step
 
 
-def fabric(model: nn.Module, optimizer: Any, window: int, bf16: bool) -> Step:
+def fabric(model: nn.Module, optimizer: Any, window: int, bf16: bool, bucket_mb: float | None) -> Step:
     """A microbatch with Lightning Fabric; the last of a window ends with a step of the optimizer."""
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy
 
+    options = make_unsynchronized_buffer_options()
     runner = Fabric(
         accelerator="cpu",
-        strategy="ddp",
+        strategy=DDPStrategy(bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, **options),
         precision="bf16-mixed" if bf16 else "32-true",
         devices=dist.get_world_size(),
         plugins=[TorchElasticEnvironment()],
@@ -113,13 +125,14 @@ def data_parallel_team(scratch: Path, cfg: Any, window: int = 1, bf16: bool = Fa
 
 
 def library_side(scratch: Path, name: str, world: World, cfg: Any, prepared: Any, window: int, bf16: bool) -> Side:
-    """The same training as the script's, written with a library."""
+    """The same training as the script's, written with a library. DDP has the same arguments."""
     images = Images(prepared, "train")
     torch.manual_seed(seeds.derive_seed(cfg.seed, "init"))
     model = networks.build_network(cfg.model, images.shape, images.outputs).train()
     rate = learning_rate.compute_learning_rate(cfg.optim, 0, 1, cfg.batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, nesterov=True, fused=True)
-    step = LIBRARIES[name](model, optimizer, window, bf16)
+    bucket_mb = getattr(cfg, "bucket_mb", None)  # None selects DDP's default, as in scripts without this setting
+    step = LIBRARIES[name](model, optimizer, window, bf16, bucket_mb)
     shard = (world.rank, world.size)
     loader = data.Loader.from_config(images, cfg, world.device, batch=cfg.batch // window, shard=shard)
     microbatches = list(islice(loader, window * (STEPS + 1)))

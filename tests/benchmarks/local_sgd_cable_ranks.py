@@ -118,14 +118,16 @@ def measure(world: World) -> dict[str, dict[str, float]]:
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     megabytes: dict[str, list[float]] = {name: [] for name in steps}
     count_sent = partial(network.read_sent_bytes, os.environ["GLOO_SOCKET_IFNAME"])
+    names = list(steps)
     for chunk in range(WARM_UP + CHUNKS):  # PowerSGD begins after ten steps
-        for name, step in steps.items():
+        first = chunk % len(names)
+        for name in names[first:] + names[:first]:  # each chunk starts with another side
             dist.barrier()
             time.sleep(REFILL_SECONDS)
             sent_before = count_sent()
             start = time.perf_counter()
             for _ in range(EVERY):
-                step(images, labels)
+                steps[name](images, labels)
             duration = time.perf_counter() - start
             if chunk >= WARM_UP:
                 seconds[name].append(duration / EVERY)

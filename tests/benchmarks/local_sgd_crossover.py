@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from common.measure import plots
 from common.models.networks import build_network
 from common.runs.result import parse_result
+from common.techniques.data_parallel.ddp import POWERSGD_START_STEP
 from slurm.local_cluster.cables import parse_rate_and_delay
 from tests.benchmarks import hosts
 from tests.benchmarks.drawing import Figure
@@ -47,13 +48,18 @@ class Strategy(NamedTuple):
 
 DDP = "DDP, float32"
 LOCAL = f"local SGD, H = {EVERY}"
-POWERSGD_SETTINGS = ("communication=powersgd", f"powersgd_rank={RANK}", "optim.lr=0.01")
+POWERSGD = "DDP, PowerSGD"
+POWERSGD_RATE = "optim.lr=0.01"
+POWERSGD_SETTINGS = ("communication=powersgd", f"powersgd_rank={RANK}", POWERSGD_RATE)
 STRATEGIES = {
     DDP: Strategy("ddp_multinode"),
     "DDP, bf16": Strategy("ddp_multinode", ("communication=bf16",)),
-    "DDP, PowerSGD": Strategy("ddp_multinode", POWERSGD_SETTINGS),
+    POWERSGD: Strategy("ddp_multinode", POWERSGD_SETTINGS),
     LOCAL: Strategy("local_sgd", (f"every={EVERY}",)),
 }
+DDP_AT_POWERSGD_RATE = f"{DDP}, {POWERSGD_RATE}"
+# DDP with the learning rate of PowerSGD shows how much accuracy this rate alone costs.
+ACCURACY_STRATEGIES = STRATEGIES | {DDP_AT_POWERSGD_RATE: Strategy("ddp_multinode", (POWERSGD_RATE,))}
 
 
 def list_shapes() -> Iterator[tuple[int, int]]:
@@ -74,8 +80,14 @@ def count_bytes(strategy: str) -> float:
         size = rows * columns
         full += size
         compressed += min(RANK * (rows + columns), size) if is_thin(rows, columns) else size
-    numbers = {DDP: full, "DDP, bf16": full / 2, "DDP, PowerSGD": compressed, LOCAL: full / EVERY}
+    numbers = {DDP: full, "DDP, bf16": full / 2, POWERSGD: compressed, LOCAL: full / EVERY, DDP_AT_POWERSGD_RATE: full}
     return FLOAT_BYTES * numbers[strategy]
+
+
+def count_run_bytes(strategy: str, steps: int) -> float:
+    """Return the bytes that one of two ranks sends in a run. The first steps of PowerSGD send whole gradients."""
+    whole_steps = min(steps, POWERSGD_START_STEP - 1) if strategy == POWERSGD else 0
+    return whole_steps * count_bytes(DDP) + (steps - whole_steps) * count_bytes(strategy)
 
 
 def is_thin(rows: int, columns: int) -> bool:
@@ -160,7 +172,7 @@ def make_trace(part: Mapping[str, Any], strategy: str) -> Trace:
 
 def measure_accuracy(scratch: Path, name: str) -> Task:
     """An epoch on MNIST with two ranks on this host; the test accuracy, and the bytes that a rank hands over."""
-    experiment, settings = STRATEGIES[name]
+    experiment, settings = ACCURACY_STRATEGIES[name]
 
     def run(number: int) -> dict[str, float]:
         folder = finish(scratch, name, experiment, *ON_MNIST, *settings, f"seed={number}")
@@ -170,7 +182,7 @@ def measure_accuracy(scratch: Path, name: str) -> Task:
         return {
             "seconds": result["step_seconds"],
             "test_accuracy": result["test_accuracy"],
-            "bytes": result.get("bytes_sent", count_bytes(name) * len(steps)),
+            "bytes": result.get("bytes_sent", count_run_bytes(name, len(steps))),
         }
 
     return ignore_other_programs(Task(name, run))
@@ -198,7 +210,7 @@ def draw_rates(path: Path, part: Mapping[str, Any]) -> None:
         rates, means, spread = zip(*trace.points, strict=True)
         axes.errorbar(rates, means, spread, marker="o", linestyle="", capsize=3, color=color, label=strategy)
         axes.plot(*zip(*trace.line, strict=True), linestyle="--", color=color)
-    axes.plot([], [], linestyle="--", color="0.35", label="fitted: alpha + beta n")
+    axes.plot([], [], linestyle="--", color="0.35", label="predicted: alpha + beta n")
     axes.set(xlabel="Mbit/s", ylabel="ms per step", xscale="log", yscale="log", title="ConvNet on two hosts")
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     plots.save_with_legend(axes, path)
@@ -207,11 +219,10 @@ def draw_rates(path: Path, part: Mapping[str, Any]) -> None:
 def draw_accuracy(path: Path, part: Mapping[str, Any]) -> None:
     """Draw the test accuracy after an epoch against the bytes that a rank sends for it."""
     axes = plots.make_axes()
-    for side, columns in part["samples"].items():
-        percents = sorted(100 * accuracy for accuracy in columns["test_accuracy"])
-        megabytes = median(columns["bytes"]) / 1e6
-        half_spread = (percents[-1] - percents[0]) / 2
-        axes.errorbar(megabytes, median(percents), half_spread, marker="o", capsize=3, label=side)
+    for row in part["table"]["rows"]:
+        accuracy, _, megabytes = row["cells"]
+        half_spread = (accuracy["high"] - accuracy["low"]) / 2
+        axes.errorbar(megabytes["value"], accuracy["value"], half_spread, marker="o", capsize=3, label=row["what"])
     axes.set(xlabel="MB sent by a rank", ylabel="test accuracy, %", xscale="log", title="One epoch of MNIST, two ranks")
     plots.save_with_legend(axes, path)
 
@@ -228,7 +239,7 @@ PARTS = [
     Part(
         f"{NAME}/accuracy",
         "test accuracy after one epoch of MNIST by strategy, and the bytes that it takes",
-        lambda scratch: [measure_accuracy(scratch, name) for name in STRATEGIES],
+        lambda scratch: [measure_accuracy(scratch, name) for name in ACCURACY_STRATEGIES],
         accuracy_table,
         facts=("2 processes with 1 thread each", f"batch size {BATCH}"),
         missing=no_mnist,

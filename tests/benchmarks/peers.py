@@ -68,7 +68,7 @@ def accelerate(model: nn.Module, batches: Batches, rates: Sequence[float], setti
 
 
 def trainer(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Optim) -> None:
-    """Lightning's Trainer with default settings; it logs the loss, and a scheduler sets the rate."""
+    """Lightning's Trainer, which logs the loss of every step; a scheduler sets the rate."""
     fit(model, batches, rates, settings, logs=True)
 
 
@@ -104,4 +104,7 @@ def fit(model: nn.Module, batches: Batches, rates: Sequence[float], settings: Op
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     with tempfile.TemporaryDirectory() as folder:
-        lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=folder).fit(Module(), batches)
+        runner = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, default_root_dir=folder, log_every_n_steps=1 if logs else None
+        )
+        runner.fit(Module(), batches)

@@ -334,10 +334,10 @@ MAX_INT8_GAP = 0.03
 
 def int8_table(samples: Samples) -> Table:
     rows = []
-    for name in ("linear", "convolution"):
+    for name, quantizer in (("linear", "torchao"), ("convolution", "torch.ao")):
         milliseconds = [samples.number(f"{name} {kind}", factor=1e3) for kind in ("fp32", "bf16", "int8")]
         gains = [samples.ratio(f"{name} {kind}", f"{name} int8") for kind in ("fp32", "bf16")]
-        rows.append(Row(name, [*milliseconds, *gains]))
+        rows.append(Row(f"{name} (int8: {quantizer}, not compiled)", [*milliseconds, *gains]))
     return Table(("layer", "ms: float32", "ms: bf16", "ms: int8", "float32 / int8", "bf16 / int8"), rows)
 
 

@@ -14,6 +14,8 @@ from tests.benchmarks.measure import Number, Pace, Samples, interleave
 
 def test_the_model_of_a_step_is_its_time_without_a_limit_and_that_of_its_bytes(tmp_path: Path) -> None:
     assert [crossover.count_bytes(name) for name in crossover.STRATEGIES] == [3766104, 1883052, 79376, 470763]
+    assert crossover.count_run_bytes(crossover.POWERSGD, 11) == 9 * 3766104 + 2 * 79376
+    assert crossover.count_run_bytes(crossover.DDP, 11) == 11 * 3766104
     free = 0.05
     samples = Samples()
     for rate in (crossover.FREE, *crossover.RATES):
@@ -69,5 +71,6 @@ def test_accuracy_of_strategies_comes_with_the_bytes_that_were_sent(
     samples = interleave(sides, Pace(1, 0, 60), lambda _: None)
     sent_bytes = [side["bytes"] for side in samples.values.values()]
     assert sent_bytes == [[10 * 3766104], [2 * 3766104]], "ten steps, and two rounds of at most eight steps"
-    assert len(crossover.accuracy_table(samples).rows) == 2
-    crossover.draw_accuracy(tmp_path / "bytes.svg", {"samples": samples.values})
+    rows = crossover.accuracy_table(samples).rows
+    assert len(rows) == 2
+    crossover.draw_accuracy(tmp_path / "bytes.svg", {"table": {"rows": [row.json() for row in rows]}})
