@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.harness.commands.processes import FinishedRun
     from tests.harness.experiments.registry import Entry
 
+EXIT_STATUS_FILE = os.environ.pop("EXIT_STATUS_FILE", "")  # removed, so that workers and tests do not write this file
 MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
 
@@ -67,6 +68,12 @@ def pytest_collection_finish() -> None:
     """Enable the garbage collector, which never examines the imported modules and the collected tests."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish(exitstatus: int) -> None:
+    """Write the exit status to EXIT_STATUS_FILE for .ci/run, unless an earlier pytest of this make target wrote it."""
+    if EXIT_STATUS_FILE and not Path(EXIT_STATUS_FILE).exists():
+        Path(EXIT_STATUS_FILE).write_text(str(int(exitstatus)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

@@ -24,7 +24,7 @@ from slurm.reports.compared_runs import RunFacts, read_groups
 from tests.harness.commands import in_process_calls
 from tests.harness.commands.exit_status import Completed
 from tests.harness.commands.processes import execute_verb
-from tests.harness.experiments.registry import ENTRIES
+from tests.harness.experiments.registry import MEASUREMENTS
 from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun, write_example_runs, write_rows
 
@@ -131,7 +131,7 @@ def test_the_options_of_older_versions_are_accepted_with_a_notice(runs_folder: P
     assert "0003" in completed.stdout
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
+@pytest.mark.parametrize("name", MEASUREMENTS)
 def test_points_of_a_measurement_are_compared_with_measurements_only(name: str, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     numbers = {"timings": {"samples_per_second": 60.0}}

@@ -34,7 +34,14 @@ from slurm.reports.heartbeats import Heartbeat, find_slow_rank
 from slurm.scheduling.job_failures import record_job_failure
 from slurm.scheduling.scheduler import Scheduler
 from tests.harness.commands import in_process_calls
-from tests.harness.commands.processes import WAIT_TIMEOUT, Settings, execute_verb, get_only_run, write_script
+from tests.harness.commands.processes import (
+    WAIT_TIMEOUT,
+    Settings,
+    execute_verb,
+    find_processes,
+    get_only_run,
+    write_script,
+)
 from tests.harness.commands.processes import run_experiment as experiment
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 from tests.harness.runs.synthetic_runs import SyntheticRun
@@ -90,14 +97,18 @@ def test_hosts_are_checked_with_the_resources_and_commands_of_a_job() -> None:
 
 
 def test_ctrl_c_ends_a_check_of_a_host_that_does_not_respond() -> None:
+    seconds = f"600.{os.getpid()}"  # identifies the process
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            checks.run_ranks_and_read_report(["sleep", "3600"], None, "")
+            checks.run_ranks_and_read_report(["sleep", seconds], None, "")
     finally:
+        timer.cancel()
+        timer.join()
         signal.signal(signal.SIGINT, previous)
+    assert not find_processes(f"sleep\0{seconds}\0")
 
 
 @pytest.mark.parametrize("fault, message", HOST_FAULTS.items())

@@ -30,7 +30,7 @@ from tests.harness.commands import in_process_calls
 from tests.harness.commands.processes import execute_verb, run_experiment
 from tests.harness.custom_code.examples import write_example, write_schedule
 from tests.harness.environment.randomness import draw_cases
-from tests.harness.experiments.registry import ENTRIES
+from tests.harness.experiments.registry import MEASUREMENTS
 from tests.harness.repository import ROOT
 from tests.harness.runs.synthetic_runs import SyntheticRun, write_rows
 
@@ -297,7 +297,7 @@ def test_all_results_that_depend_on_the_training_alone_are_compared(
         assert messages == [f"result      {key}: was {value}, now {changed}{distance}"]
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in ENTRIES if not entry.trains_model])
+@pytest.mark.parametrize("name", MEASUREMENTS)
 def test_settings_for_training_of_an_older_measurement_do_not_differ(name: str, tmp_path: Path) -> None:
     old = SyntheticRun(name, 1, 4).write(tmp_path)
     text = (old.path / "config.yaml").read_text()

@@ -197,6 +197,19 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
     if pid == 0:
         os.chdir(ROOT)
         os.execve(arguments[0], arguments, host.environment | {"TERM": "xterm-256color"})
+    try:
+        use_viewer(screen)
+        exited = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        status = wait_until(lambda: os.waitid(os.P_PID, pid, exited), "the viewer exits")
+        assert status.si_status == 0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(screen)
+
+
+def use_viewer(screen: int) -> None:
+    """Wait until the viewer shows a run, and then quit the viewer. `screen` controls its terminal."""
     fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
     output = b""
     deadline = time.monotonic() + 60
@@ -212,7 +225,6 @@ def test_the_viewer_opens_on_the_runs(host: Host, tmp_path: Path) -> None:
                 os.read(screen, 65_536)
             except OSError:  # the viewer has closed its terminal
                 break
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 # ---- hosts that fail
@@ -254,8 +266,11 @@ def served(handler: type[BaseHTTPRequestHandler], *, refuses_queries: bool = Fal
     server.refuses_queries = refuses_queries  # type: ignore[attr-defined]
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_run_that_the_host_refuses_is_tracked_offline(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from common.runs.folder import read_json
 from common.runs.result import parse_result
 from configs.dataparallel import Replicated
 from tests.harness.commands import execution
-from tests.harness.commands.execution import Command
+from tests.harness.commands.execution import start_command
 from tests.harness.commands.processes import FinishedRun, make_environment, make_run_command, run_experiment
 from tests.harness.commands.programs import list_loaded_modules
 from tests.harness.environment.randomness import draw_cases
@@ -185,14 +185,13 @@ def test_help_and_print_config_do_not_train(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_while_torch_is_imported_is_answered_in_one_line(tmp_path: Path) -> None:
-    process = Command(
-        make_run_command(STAGED_ENTRY.name, "--help", runs=tmp_path), env=make_environment(), real_process=True
-    )
-    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
-        assert process.poll() is None
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(120) == ("", "\nstopped by Ctrl-C\n")
+    argv = make_run_command(STAGED_ENTRY.name, "--help", runs=tmp_path)
+    with start_command(argv, env=make_environment(), real_process=True) as process:
+        while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(120) == ("", "\nstopped by Ctrl-C\n")
     assert process.returncode == 128 + signal.SIGINT
 
 

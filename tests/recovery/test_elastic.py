@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from tests.harness.elastic.faulty_runs import (
     train_on_one_rank,
     train_with_faults,
 )
-from tests.harness.environment.randomness import draw_cases
+from tests.harness.environment.randomness import create_random, draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.ranks.programs import execute_program
 from tests.harness.runs.resuming import resume_run
@@ -56,7 +55,7 @@ def train_struck(data: str, undisturbed: RunFolder, tmp_path: Path) -> TrainStru
 
 def pick_step(point: str) -> int:
     """Return a random step at which the point is reached. Assertion messages contain it."""
-    return STEP.get(point) or random.SystemRandom().randrange(2, 24)
+    return STEP.get(point) or create_random(point).randrange(2, 24)
 
 
 def list_checkpoint_steps(folder: RunFolder) -> list[int]:
@@ -106,7 +105,7 @@ def test_a_checkpoint_is_saved_a_step_later_if_a_rank_is_lost_while_it_is_saved(
 def test_a_frozen_rank_is_lost_and_rejoins(ranks: int, train_struck: TrainStruck) -> None:
     """Its heartbeats stop; the process is killed, and a new one copies the state of another rank."""
     last_rank = ranks - 1
-    step = random.SystemRandom().randrange(2, 12)
+    step = create_random("the step of a frozen rank").randrange(2, 12)
     faults = f"reduction:{last_rank}:{step}:stop,begin:0:14:join"
     folder = train_struck(faults, f"processes_per_node={ranks}", "elastic=true", "elastic.timeout=0.5")
     # one change contains both if the new process joins while the other ranks connect

@@ -28,14 +28,14 @@ def test_an_interrupted_sweep_is_resumed(tmp_path: Path, cache: Path) -> None:
     definition = {"experiment": "mnist_pipeline", "grid": {"seed": ["1", "2"]}, "settings": settings}
     sweep_file.write_text(yaml.safe_dump(definition))
     argv = [sys.executable, "-m", "slurm", "sweep", "--launch=local", "--", str(sweep_file)]
-    sweep = execution.Command(argv, env=make_environment(), new_session=True)
-    deadline = time.monotonic() + 120
-    while not list(runs.glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):
-        assert time.monotonic() < deadline
-        assert sweep.poll() is None
-        time.sleep(0.1)
-    os.killpg(sweep.pid, signal.SIGINT)
-    assert sweep.wait(WAIT_TIMEOUT) == 130, sweep.stderr
+    with execution.start_command(argv, env=make_environment()) as sweep:
+        deadline = time.monotonic() + 120
+        while not list(runs.glob("mnist_pipeline-*/attempts/0001/metrics.jsonl")):
+            assert time.monotonic() < deadline
+            assert sweep.poll() is None
+            time.sleep(0.1)
+        os.killpg(sweep.pid, signal.SIGINT)
+        assert sweep.wait(WAIT_TIMEOUT) == 130, sweep.stderr
     assert "stopping   1 run; a run that trains saves a checkpoint first" in sweep.stdout
     assert "the sweep was stopped; to continue it, repeat the command" in sweep.stdout
     (interrupted,) = read_json(record)["cells"]

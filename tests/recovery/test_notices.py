@@ -15,7 +15,7 @@ import pytest
 from common.checkpoint import storage
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports import cancel, diagnosis, logs, status
-from tests.harness.commands.execution import Command
+from tests.harness.commands.execution import start_command
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
     Settings,
@@ -123,19 +123,18 @@ def test_a_stop_request_while_data_are_prepared_leaves_no_partial_files(number: 
     cache = tmp_path / "cache"
     runs = tmp_path / "runs"
     settings = ("data.name=digits", f"data.cache={cache}", "data.test_limit=100", "steps=3")
-    process = Command(
-        make_run_command(STAGED_ENTRY.name, *settings, runs=runs), env=make_environment(), new_session=True
-    )
-    wait_until(lambda: list(cache.glob(".digits-*")), "the run prepares its data", pause=0.002)
-    process.send_signal(number)
-    out, err = process.communicate(WAIT_TIMEOUT)
-    expected_status = 128 + number if number == signal.SIGINT else -number
-    assert process.returncode == expected_status
-    assert "Traceback" not in err
-    assert not runs.exists(), out + err
-    assert not list(cache.glob("digits-*")), out + err
-    # The kernel kills the process that prepares the data when its parent has ended.
-    wait_until(lambda: not find_processes(str(tmp_path)), f"all processes of the run have ended: {out + err}")
+    argv = make_run_command(STAGED_ENTRY.name, *settings, runs=runs)
+    with start_command(argv, env=make_environment()) as process:
+        wait_until(lambda: list(cache.glob(".digits-*")), "the run prepares its data", pause=0.002)
+        process.send_signal(number)
+        out, err = process.communicate(WAIT_TIMEOUT)
+        expected_status = 128 + number if number == signal.SIGINT else -number
+        assert process.returncode == expected_status
+        assert "Traceback" not in err
+        assert not runs.exists(), out + err
+        assert not list(cache.glob("digits-*")), out + err
+        # The kernel kills the process that prepares the data when its parent has ended.
+        wait_until(lambda: not find_processes(str(tmp_path)), f"all processes of the run have ended: {out + err}")
     completed = run_experiment(STAGED_ENTRY.name, *settings, runs=runs)
     assert len(completed.losses) == 3, completed.stderr
     assert not list(cache.glob(".digits-*")), "the next preparation deletes partial files"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tests.harness.elastic.faulty_runs import (
     train_on_one_rank,
     train_with_faults,
 )
-from tests.harness.environment.randomness import draw_cases
+from tests.harness.environment.randomness import create_random, draw_cases
 from tests.harness.experiments.registry import ENTRY_BY_NAME
 from tests.harness.ranks.programs import execute_program
 from tests.harness.runs.resuming import resume_run
@@ -60,7 +59,7 @@ def train_struck(settings: Settings, tmp_path: Path, tmp_path_factory: pytest.Te
 
 def pick_step(point: str) -> int:
     """Return a random step at which the point is reached. Assertion messages contain it."""
-    return STEP.get(point) or random.SystemRandom().randrange(2, 24)
+    return STEP.get(point) or create_random(point).randrange(2, 24)
 
 
 @pytest.mark.parametrize("servers, rank, point", draw_cases("killed workers", KILLED_WORKERS, 4))

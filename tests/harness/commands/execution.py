@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -249,6 +249,17 @@ def execute_command(
     completed = subprocess.CompletedProcess(list(argv), returncode, command.stdout, command.stderr)
     check_status(completed, status)
     return completed
+
+
+@contextlib.contextmanager
+def start_command(argv: Sequence[str], *, env: Mapping[str, str], real_process: bool = False) -> Iterator[Command]:
+    """Start a command in a new session. Kill its process group after the block."""
+    command = Command(argv, env=env, new_session=True, real_process=real_process)
+    try:
+        yield command
+    finally:
+        kill_session(command.pid)
+        command.wait(60)
 
 
 def kill_session(pid: int) -> None:

@@ -6,12 +6,17 @@ need no declaration (`make_entry`).
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from common.config import config
 from tests.harness.experiments.discovery import import_if_exists
 from tests.harness.experiments.entry import SCORE_KEYS, Entry
 
 __all__ = [
-    "ARCHETYPE_ENTRIES", "ENTRIES", "ENTRY_BY_NAME", "REPLICATED_ENTRY", "STAGED_ENTRY", "TRAINING_ENTRIES", "Entry",
+    "ARCHETYPE_ENTRIES", "ENTRIES", "ENTRY_BY_NAME", "MEASUREMENTS", "REPLICATED_ENTRY", "STAGED_ENTRY",
+    "TRAINING_ENTRIES", "Entry",
 ]  # fmt: skip
 
 
@@ -36,6 +41,9 @@ def make_default_entry(name: str) -> Entry:
 
 ENTRIES = [load_entry(name) for name in config.list_experiments()]
 TRAINING_ENTRIES = [entry for entry in ENTRIES if entry.trains_model]
+NO_MEASUREMENT = pytest.param("", marks=pytest.mark.skip(reason="all experiments train a model"))
+MEASUREMENTS: list[Any] = [entry.name for entry in ENTRIES if not entry.trains_model] or [NO_MEASUREMENT]
+"""Names of the experiments that train no model. If there are none, tests with this list are skipped."""
 ENTRY_BY_NAME = {entry.name: entry for entry in ENTRIES}
 STAGED_ENTRY = ENTRY_BY_NAME["mnist_pipeline"]
 REPLICATED_ENTRY = ENTRY_BY_NAME["ddp_multinode"]

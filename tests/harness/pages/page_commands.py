@@ -51,7 +51,7 @@ COMMANDS_TESTED_ELSEWHERE = {
     "make exp NAME=mnist_pipeline NODES=2 FOLLOW=1": "tests/commands/test_make.py",
     "make exp 'RESUME=<id>'": "tests/recovery/test_resume.py",
     "make exp 'RESUME=<id>' ARGS=stages=1": "tests/recovery/test_resume.py",
-    "make exp 'RESUME=<id>' ARGS=processes_per_node=1": "tests/recovery/test_resume.py",
+    "make exp 'RESUME=<id>' ARGS=processes_per_node=1": "tests/recovery/test_resharding.py",
     "make exp 'RESUME=<id>' NODES=1": "tests/unit/slurm/scheduling/test_submission.py",
     "make exp 'RESUME=<id>' ARGS=epochs=22": "tests/experiments/test_trained_model.py",
     "make exp NAME=ddp_multinode NODES=2 'ARGS=launch.device=cpu launch.backend=builtin launch.tls=true'": (
@@ -138,10 +138,12 @@ def check_page_command(command: str, cache: Path, script_runs: Path, make_folder
             names |= {f"NAME={part.name}", f"NAME={topic}"}
         assert arguments[2] in names
         return
-    if command in COMMANDS_TESTED_ELSEWHERE or (target == "test" and len(arguments) > 2):
+    if target == "test" and len(arguments) > 2:
+        assert (ROOT / arguments[-1].removeprefix("TESTS=")).exists()
+        return
+    if command in COMMANDS_TESTED_ELSEWHERE:
         assert not target or re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        test_file = COMMANDS_TESTED_ELSEWHERE.get(command, arguments[-1].removeprefix("TESTS="))
-        assert not test_file.startswith("tests/") or (ROOT / test_file).exists()
+        check_test_file(COMMANDS_TESTED_ELSEWHERE[command], arguments)
         return
     process = (
         execute_make_target(arguments, make_folder, page_runs)
@@ -150,6 +152,21 @@ def check_page_command(command: str, cache: Path, script_runs: Path, make_folder
     )
     assert process.returncode == 0, process.stderr
     assert process.stdout
+
+
+def check_test_file(test_file: str, arguments: list[str]) -> None:
+    """Check that the file contains a setting of the command or, without settings, a part of its make target.
+
+    Does nothing if `test_file` is a reason why no test executes the command.
+    """
+    if not test_file.startswith("tests/"):
+        return
+    words = arguments[1].split("-") if arguments[0] == "make" else arguments[:1]
+    if arguments[-1].startswith("ARGS="):
+        settings = arguments[-1].removeprefix("ARGS=").split()
+        words = [setting.partition("=")[0] for setting in settings]
+    text = (ROOT / test_file).read_text()
+    assert any(word in text for word in words), f"{test_file} contains none of {words}"
 
 
 def execute_script(arguments: list[str], cache: Path, runs: Path) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from common.checkpoint import storage
 from common.system.exit_status import EXIT_RESUMABLE
 from slurm.reports.heartbeats import read_heartbeats
-from tests.harness.commands.execution import Command, kill_session
+from tests.harness.commands.execution import Command, start_command
 from tests.harness.commands.processes import (
     WAIT_TIMEOUT,
     find_processes,
@@ -33,14 +33,10 @@ ENDLESS_SETTINGS = ("steps=0", "epochs=5000", "checkpoint.every_steps=0")
 def start_long_run(name: str, *settings: str, runs: Path, real_process: bool = False, **env: str) -> Iterator[Command]:
     """Start an experiment in a new session, and wait for the first row of metrics. Kill it after the block."""
     argv = make_run_command(name, *settings, runs=runs)
-    process = Command(argv, env=make_environment(**env), new_session=True, real_process=real_process)
-    try:
+    with start_command(argv, env=make_environment(**env), real_process=real_process) as process:
         wait_until(lambda: has_metrics(runs) or process.poll() is not None, "the run trains")
         assert process.poll() is None, process.stdout + process.stderr
         yield process
-    finally:
-        kill_session(process.pid)
-        process.wait(WAIT_TIMEOUT)
 
 
 def has_metrics(runs: Path) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from common.checkpoint import checkpointer, storage
 from common.checkpoint.checkpointer import CheckpointState
 from common.system.errors import RunTakenError
+from tests.harness.environment.disk_calls import record_disk_calls
 from tests.harness.ranks.checkpoint_cases import make_state
 from tests.unit.checkpoint.conftest import RunWithCheckpoints
 
@@ -156,24 +157,9 @@ def test_damaged_checkpoints_do_not_count_as_kept(
 
 def test_all_files_are_on_the_disk_before_the_rename(run: RunWithCheckpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of the system calls decides what is left after a power failure."""
-    calls: list[str] = []
-    fsync = os.fsync
-    rename = os.rename
-
-    def record_fsync(descriptor: int) -> None:
-        fsync(descriptor)
-        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
-        calls.append("sync " + name.partition(".json.")[0])
-
-    def record_rename(self: Path, target: Path) -> Path:
-        rename(self, target)
-        calls.append(f"rename {self.name}")
-        return target
-
     run.save(1)
     run.folder.metrics_file.write_text("{}\n")
-    monkeypatch.setattr(os, "fsync", record_fsync)
-    monkeypatch.setattr(Path, "rename", record_rename)
+    calls = record_disk_calls(monkeypatch)
     run.save(2)
     assert calls[:3] == ["sync rank-0.pt", "sync metrics.jsonl", "sync manifest.json"]
     assert calls[3:6] == ["sync .step-00000002.new", "rename .step-00000002.new", "sync checkpoints"]

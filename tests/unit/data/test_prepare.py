@@ -20,6 +20,7 @@ from common.data.synthetic_digits import generate_digits
 from common.system.causes import Cause
 from common.system.errors import UserError
 from configs.shared import Data
+from tests.harness.commands.processes import WAIT_TIMEOUT
 from tests.harness.environment.prepared_images import load_train_test
 from tests.harness.environment.size_limit import limit_file_size
 
@@ -33,15 +34,18 @@ def test_processes_that_start_together_prepare_a_data_set_once(tmp_path: Path) -
         time.sleep(0.3)  # long enough for all processes to find no prepared set
         return (*generate_digits(50, 0, "train"), *generate_digits(20, 0, "test"))
 
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(4)
+
     def prepare_small_dataset() -> None:
+        barrier.wait(WAIT_TIMEOUT)
         prepare.find_or_store_arrays(tmp_path / "cache", "digits", "small", make_arrays).verify_checksums()
 
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=prepare_small_dataset) for _ in range(4)]
+    processes = [context.Process(target=prepare_small_dataset, daemon=True) for _ in range(4)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
+        process.join(WAIT_TIMEOUT)
     assert [process.exitcode for process in processes] == [0] * 4
     assert calls.read_text() == "x"
 

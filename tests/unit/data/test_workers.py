@@ -40,7 +40,7 @@ def make_loader(images: Images) -> MakeLoader:
     """Make a loader with two workers."""
 
     def make(**settings: Any) -> Loader:
-        keywords: dict[str, Any] = {"workers": 2, "worker_timeout": 0.6} | settings
+        keywords: dict[str, Any] = {"workers": 2, "worker_timeout": 60.0} | settings
         return Loader(images, BATCH, 0, torch.device("cpu"), torch.float32, **keywords)
 
     return make
@@ -57,12 +57,17 @@ def signal_second_worker(number: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "number, problem",
-    [(signal.SIGSTOP, "for 0.6 s; its process is stopped (SIGSTOP)"), (signal.SIGKILL, "was killed by SIGKILL")],
+    "number, timeout, problem",
+    [
+        (signal.SIGSTOP, 0.6, "for 0.6 s; its process is stopped (SIGSTOP)"),
+        (signal.SIGKILL, 60.0, "was killed by SIGKILL"),
+    ],
     ids=["stopped", "killed"],
 )
-def test_a_worker_that_sends_no_batch_is_named(number: int, problem: str, make_loader: MakeLoader) -> None:
-    batches = iter(make_loader())
+def test_a_worker_that_sends_no_batch_is_named(
+    number: int, timeout: float, problem: str, make_loader: MakeLoader
+) -> None:
+    batches = iter(make_loader(worker_timeout=timeout))
     next(batches)
     pid = signal_second_worker(number)
     with pytest.raises(DataWorkerError) as caught:
@@ -83,7 +88,7 @@ def test_an_error_in_a_worker_is_raised_in_the_rank(make_loader: MakeLoader) -> 
 
 def test_after_a_stop_request_the_rank_prepares_the_batches_of_a_hanging_worker(make_loader: MakeLoader) -> None:
     stop_signals: list[int] = []
-    loader = make_loader(worker_timeout=60.0, stop_requested=lambda: bool(stop_signals))
+    loader = make_loader(stop_requested=lambda: bool(stop_signals))
     batches = iter(loader)
     first_labels = list_labels([next(batches)])
     signal_second_worker(signal.SIGSTOP)

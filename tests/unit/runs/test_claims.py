@@ -125,6 +125,30 @@ def test_a_process_on_another_host_is_alive_if_it_was_active_recently(
     assert claims.claim_next_attempt(folder).number == 3
 
 
+def test_a_process_on_another_host_that_is_stopping_is_alive_for_a_shorter_time(
+    folder: RunFolder, waiting_process: Popen
+) -> None:
+    """`make cancel` writes the result before the attempt ends."""
+    process = identify_process(waiting_process.pid, host="elsewhere", boot="another")
+    first = folder.claim_attempt({"process": process})
+    Result("cancelled", 130).write(folder)
+    with pytest.raises(RunTakenError, match=r"is stopping .* after 15 s without activity"):
+        claims.raise_if_attempt_is_alive(folder)
+    last_activity = time.time() - 16
+    os.utime(first.attempt_folder / "claim.json", (last_activity, last_activity))
+    assert claims.claim_next_attempt(folder).number == 2
+
+
+def test_a_process_on_another_host_has_ended_if_its_result_has_a_reason(
+    folder: RunFolder, waiting_process: Popen
+) -> None:
+    process = identify_process(waiting_process.pid, host="elsewhere", boot="another")
+    folder.claim_attempt({"process": process})
+    Result("cancelled", 130, "stopped by Ctrl-C").write(folder)
+    claims.raise_if_attempt_is_alive(folder)
+    assert claims.claim_next_attempt(folder).number == 2
+
+
 def test_a_restart_of_the_same_job_gets_its_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     assert claims.claim_next_attempt(folder).number == 1

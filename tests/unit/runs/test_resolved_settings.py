@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from common.config.changed_settings import CHANGES_FILE, read_changes
 from common.runs.folder import RunFolder
-from common.runs.resolved_settings import record_choice_of_attempt, warn_of_lost_choice
+from common.runs.resolved_settings import record_choice_of_attempt, record_resolved_settings, warn_of_lost_choice
+from tests.harness.environment.disk_calls import record_disk_calls
+
+
+def test_resolved_settings_survive_a_power_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    calls = record_disk_calls(monkeypatch)
+    record_resolved_settings(run, {"split": "3"})
+    draft = f".resolved.yaml.{os.getpid()}"
+    assert calls == [f"sync {draft}", f"rename {draft}", "sync run"]
 
 
 def test_a_lost_choice_is_reported_if_an_attempt_has_trained(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.config import config
 from common.system.errors import UserError
@@ -20,6 +20,7 @@ from common.techniques.parameter_server.server import (
     replay_recorded_steps,
     split_vector_into_shards,
 )
+from common.techniques.parameter_server.worker import ParameterServerRank
 from common.training.optimizers import SGD
 from configs.param_server import Config
 from tests.benchmarks.param_server_bound import compute_bound, play_turns
@@ -50,6 +51,12 @@ def test_shards_cover_the_vector_and_their_sizes_differ_by_at_most_one(length: i
 def test_more_servers_than_parameters_are_refused() -> None:
     with pytest.raises(UserError, match="servers=4: the model has only 3 parameters; use fewer servers"):
         split_vector_into_shards(3, 4)
+
+
+def test_a_frozen_parameter_is_refused() -> None:
+    network = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1).requires_grad_(False))
+    with pytest.raises(UserError, match=r"the parameter 1\.weight is frozen .*; register it as a buffer"):
+        ParameterServerRank(network, cast(Any, None), sgd, servers=1, policy=StalenessPolicy("sync", 0, 2))
 
 
 OPTIMIZERS: dict[str, tuple[Any, float]] = {

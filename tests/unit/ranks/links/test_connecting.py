@@ -73,14 +73,16 @@ def test_a_rank_that_is_killed_is_named_at_once(rendezvous: FolderRendezvous) ->
         lambda: links.outgoing[1].wait_until_written(ticket),
         lambda: links.incoming[1].receive(7, bytearray(4)),
     ]
-    with wait_in_threads(calls) as futures:
-        assert process.pid
-        os.kill(process.pid, signal.SIGKILL)
-        for future in futures:
-            with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
-                future.result(WAIT_TIMEOUT)
-    os.kill(child, signal.SIGKILL)
-    process.join()
+    try:
+        with wait_in_threads(calls) as futures:
+            process.kill()
+            for future in futures:
+                with pytest.raises(LinkError, match="rank 1 has closed its connection; see its log"):
+                    future.result(WAIT_TIMEOUT)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.join()
 
 
 def test_closed_links_leave_no_threads(rendezvous: FolderRendezvous) -> None:

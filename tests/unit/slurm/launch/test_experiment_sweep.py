@@ -48,8 +48,11 @@ def test_a_stop_request_ends_the_sweep_after_the_current_run(
     number = signal.Signals[f"SIG{name}"]
     previous = signal.signal(number, signal.default_int_handler)  # shells start background jobs with SIGINT ignored
     write_result = """echo '{"format": 2, "state": "finished", "exit_status": 0}' >$RUN/result.json"""
-    assert sweep_runs(f"{write_result}; kill -{name} {os.getpid()}") == status
-    assert signal.signal(number, previous) is signal.default_int_handler
+    try:
+        assert sweep_runs(f"{write_result}; kill -{name} {os.getpid()}") == status
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, previous)
 
     captured = capfd.readouterr()
     assert "FINISHED" in captured.out

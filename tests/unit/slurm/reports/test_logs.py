@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from common.runs import provenance
+from common.runs.folder import RunFolder
+from common.system.errors import UserError
 from common.system.processes import Process
 from slurm.reports import logs
 from slurm.scheduling import scheduler
@@ -64,6 +66,15 @@ def test_the_log_of_a_finished_run_is_followed_no_longer_than_wandb_may_take(
     os.utime(folder.path / "result.json", (start - 3, start - 3))
     assert logs.follow_log(folder, folder.list_attempts()[-1].log_file(0)) == 0
     assert time.time() - start > 0.9
+
+
+def test_a_run_without_a_log_or_without_output_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "mnist_pipeline", "")
+    with pytest.raises(UserError, match=rf"^{folder.path.name} has no log yet$"):
+        logs.read_rank_0_log(folder)
+    folder.claim_attempt().log_file(0).touch()
+    with pytest.raises(UserError, match=rf"^{folder.path.name} has no output yet; .* FOLLOW=1$"):
+        logs.read_rank_0_log(folder)
 
 
 @pytest.mark.parametrize("exit_code, exit_status", [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)])

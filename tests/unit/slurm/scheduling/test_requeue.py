@@ -91,6 +91,28 @@ def test_a_requeue_by_slurm_itself_is_no_failure(fake: FakeSlurm, job_folder: Ru
     assert not job_folder.result
 
 
+def test_a_job_is_requeued_after_the_controller_answers_again(
+    fake: FakeSlurm, job_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requeue, "RETRY_SECONDS", 0.0)
+    was_queried = fake.bin_folder / "was_queried"
+    fail_once = f"[ -e {was_queried} ] || {{ touch {was_queried}; exit 1; }}"
+    fake.define_command("scontrol", f"{fail_once}; echo '{SAME_START}'")
+    assert end_job(fake, job_folder, EXIT_RESUMABLE).returncode == EXIT_RESUMABLE
+    show_job = "scontrol -o show job 7"
+    assert fake.calls_file.read_text().splitlines() == [show_job, show_job, "scontrol requeue 7"]
+
+
+def test_a_job_whose_controller_does_not_answer_is_not_changed(
+    fake: FakeSlurm, job_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requeue, "CONTROLLER_TIMEOUT", -1.0)
+    fake.define_command("scontrol", "exit 1")
+    assert "scontrol failed" in end_job(fake, job_folder, EXIT_RESUMABLE).stderr
+    assert count_requeues(fake) == 0
+    assert not job_folder.result
+
+
 def test_a_stopped_run_whose_requeue_is_refused_can_be_resumed(fake: FakeSlurm, job_folder: RunFolder) -> None:
     answer_with_states(fake, SAME_START, requeue_command="echo 'requeue is disabled' >&2; exit 1")
     execute_module(
@@ -132,6 +154,13 @@ def test_a_run_fails_after_too_many_starts_without_a_checkpoint(fake: FakeSlurm,
     assert process.returncode == 1
     assert count_requeues(fake) == 3
     assert job_folder.result["reason"].startswith("2 attempts in a row ended without a new checkpoint")
+
+
+def test_failures_of_an_earlier_job_of_the_run_do_not_count(fake: FakeSlurm, job_folder: RunFolder) -> None:
+    """Two failures of the same job without a checkpoint would end the run."""
+    write_json(job_folder.path / "submit" / "failures.json", {"job": "6", "newest": None, "count": 1})
+    assert end_job(fake, job_folder, 1, SAME_START).returncode == EXIT_RESUMABLE
+    assert count_requeues(fake) == 1
 
 
 @pytest.mark.usefixtures("inside_job")

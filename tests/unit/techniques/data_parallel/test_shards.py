@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from common.techniques.data_parallel.shards import (
     choose_shard_sizes,
     predict_slowest_rank_seconds,
 )
+from tests.harness.environment.randomness import create_random
 
 FAST = StepTimeModel(0.004, 0.001)
 HALF_AS_FAST = StepTimeModel(0.008, 0.002)
@@ -61,8 +61,9 @@ class SimulatedRun:
 
 def test_the_chosen_shards_are_the_best_of_all() -> None:
     all_divisions = [counts for counts in itertools.product(range(1, 8), repeat=3) if sum(counts) == 9]
+    chance = create_random("speeds of three ranks")
     for _ in range(20):
-        speeds = [StepTimeModel(random.random(), random.random() + 0.01) for _ in range(3)]
+        speeds = [StepTimeModel(chance.random(), chance.random() + 0.01) for _ in range(3)]
         counts = choose_shard_sizes(speeds, 9)
         assert sum(counts) == 9
         minimum = min(predict_slowest_rank_seconds(speeds, division) for division in all_divisions)
