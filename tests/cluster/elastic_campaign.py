@@ -79,8 +79,7 @@ def run_case(lab: Lab, case: CampaignCase, reference: RunFolder) -> None:
     try:
         running.wait_for_step(case.first_fault_step)
         target.record_first_processes()
-        for fault in case.faults:
-            case.executed_faults.append(target.execute_fault(fault))
+        target.execute_faults(case)
         running.finish(400)
         case.outcome = check_outcome(running, reference)
     except (AssertionError, TimeoutError) as error:

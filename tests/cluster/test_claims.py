@@ -19,6 +19,7 @@ def test_concurrent_commands_leave_one_attempt_that_trains(
     site: Site, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims_campaign, "TOTAL_STEPS", 600)
+    monkeypatch.setattr(claims_campaign, "MAX_FIRST_DELAY", 0.5)
     draw = random.Random(draw_seed("claims"))
     case = claims_campaign.execute_case(ClusterRuns(site), draw, pair, resumes_until_finished=False)
     assert not case.problems, case.describe()

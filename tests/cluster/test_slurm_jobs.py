@@ -104,6 +104,7 @@ def four(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site
 
 def test_experiments_span_four_hosts(four: Site) -> None:
     """Each host has a rank; a result that depends on the number of hosts is that of four."""
+    tested = []
     for entry in ENTRIES:
         if not entry.is_correct_on_four_hosts:
             continue
@@ -112,6 +113,9 @@ def test_experiments_span_four_hosts(four: Site) -> None:
         assert read_world(folder)["hosts"] == ["node1", "node2", "node3", "node4"]
         assert FINAL_ROWS[entry.trains_model] in output
         assert entry.is_correct_on_four_hosts(read_result_values(folder))
+        tested.append(entry.name)
+    if not tested:
+        pytest.skip("no experiment has a result that depends on the number of hosts")
 
 
 def test_two_jobs_run_at_once_and_can_be_cancelled(site: Site) -> None:

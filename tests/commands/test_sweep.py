@@ -240,9 +240,16 @@ def test_a_python_grid_without_repeated_runs_refuses_repeats() -> None:
         sweep_file.read_sweep_file("configs/sweeps/resnet_dataparallel.py", ["repeats=5"])
 
 
-@pytest.mark.parametrize("name", ["mnist_pipeline", "no_such_experiment", "__init__"])
-def test_a_python_file_without_a_grid_is_refused(name: str) -> None:
-    with pytest.raises(UserError):
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("mnist_pipeline", r"cannot be read \(No such file or directory\); name a readable sweep file"),
+        ("no_such_experiment", r"cannot be read \(No such file or directory\); name a readable sweep file"),
+        ("__init__", "not valid YAML at line 1, .*; correct the file"),
+    ],
+)
+def test_a_python_file_without_a_grid_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         sweep_file.read_sweep_file(f"configs/sweeps/{name}.py", [])
 
 

@@ -19,14 +19,17 @@ def test_divergence_in_the_last_steps_fails_the_run(tmp_path: Path, quick: Setti
 
 
 def test_divergence_stops_a_long_run_and_is_in_no_checkpoint(tmp_path: Path, quick: Settings) -> None:
-    completed = run_experiment(
-        "mnist_pipeline", *quick, "optim.lr=100", "epochs=100", "steps=0", runs=tmp_path, status=2
-    )
+    settings = (*quick, "checkpoint.every_steps=1", "optim.lr=100", "epochs=100", "steps=0")
+    completed = run_experiment("mnist_pipeline", *settings, runs=tmp_path, status=2)
     assert "the loss of step" in completed.stderr
     assert "positions" in completed.stderr
     assert "lower optim.lr" in completed.stderr
-    for attempt in completed.folder.list_attempts():
-        for checkpoint in storage.list_checkpoints(attempt):
-            part = torch.load(checkpoint.path / "rank-0.pt", weights_only=True)
-            for value in part["model"].values():
-                assert value.isfinite().all(), checkpoint
+    (attempt,) = completed.folder.list_attempts()
+    checkpoints = storage.list_checkpoints(attempt)
+    assert checkpoints
+    for checkpoint in checkpoints:
+        files = list(checkpoint.path.glob("rank-*.pt"))
+        assert len(files) == 2
+        for file in files:
+            part = torch.load(file, weights_only=True)
+            assert all(value.isfinite().all() for value in part["model"].values()), file

@@ -27,6 +27,7 @@ def test_pairs_of_resume_and_cancel_leave_one_attempt_that_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims_campaign, "TOTAL_STEPS", 800)
+    monkeypatch.setattr(claims_campaign, "MAX_FIRST_DELAY", 0.5)
     draw = random.Random(draw_seed("claims"))
     place = LocalRuns(tmp_path)
     cases = [claims_campaign.execute_case(place, draw, pair) for pair in PAIRS]

@@ -23,6 +23,7 @@ from tests.harness.commands.processes import (
     run_experiment,
     wait_until,
 )
+from tests.harness.environment.control_groups import create_control_group
 from tests.harness.repository import ROOT
 from tests.harness.runs.long_runs import list_rank_pids, start_long_run
 from tests.harness.runs.resuming import read_compared_rows
@@ -81,18 +82,8 @@ def test_a_run_survives_workers_that_hang_and_die(tmp_path: Path, digits: Settin
 @pytest.fixture
 def group() -> Iterator[Path]:
     """A control group that limits threads and processes."""
-    root = Path("/sys/fs/cgroup/pids")
-    if not root.is_dir():
-        root = Path("/sys/fs/cgroup")
-    path = root / f"test-{os.getpid()}"
-    try:
-        path.mkdir()
-        (path / "pids.max").write_text("max")
-    except OSError as error:
-        pytest.skip(f"needs a control group of its own: {error}")
-    yield path
-    wait_until(lambda: not (path / "cgroup.procs").read_text(), "its processes have ended")
-    path.rmdir()
+    with create_control_group("pids", {"pids.max": "max"}) as path:
+        yield path
 
 
 def test_a_run_that_cannot_fork_a_worker_names_the_limit(tmp_path: Path, digits: Settings, group: Path) -> None:

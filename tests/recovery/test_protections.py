@@ -115,7 +115,7 @@ def test_all_ranks_stop_if_one_gets_a_stop_request(tmp_path: Path, digits: Setti
         assert process.returncode not in (0, EXIT_RESUMABLE)
         assert not saved_steps
         assert seconds_to_end > timeout / 2, "the ranks did not hang"
-        assert "did not answer" in errors or "timed out" in errors.lower() or "error" in errors, errors
+        assert "did not answer" in errors or "timed out" in errors.lower(), errors
     else:
         assert process.returncode == EXIT_RESUMABLE, errors
         last_step, _ = losses(folder)[-1]

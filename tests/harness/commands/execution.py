@@ -32,6 +32,8 @@ SOCKET_VARIABLE = "FORK_SERVER_SOCKET"  # path of the socket of the server that 
 COMMAND_PACKAGES = ("common", "slurm")  # packages with modules that are executed as commands
 NO_FORK_VARIABLE = "FORK_SERVER_DISABLED"  # set for a command whose child processes must all be real ones
 INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # set by torch's compiler in each process that imports it
+SERVER_START_TIMEOUT = 120.0  # seconds
+KILL_TIMEOUT = 30.0  # seconds
 
 
 class ForkServer:
@@ -57,11 +59,12 @@ class ForkServer:
 
     @classmethod
     def connect(cls) -> socket.socket:
-        """Connect to the server after it has executed its imports."""
+        """Connect to the server after it has executed its imports. Raises RuntimeError if it does not answer."""
         if not cls._path:
             cls.start()
         if cls._start_variables is None:
             cls._start_variables = select_startup_variables(os.environ)
+        deadline = time.monotonic() + SERVER_START_TIMEOUT
         while True:
             client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             try:
@@ -71,6 +74,8 @@ class ForkServer:
                 client.close()
                 if cls._process is not None and cls._process.poll() is not None:
                     raise RuntimeError(f"the fork server exited: exit status {cls._process.returncode}") from None
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no answer from the fork server for {SERVER_START_TIMEOUT:g} s") from None
                 time.sleep(0.02)
 
     @classmethod
@@ -266,4 +271,18 @@ def kill_session(pid: int) -> None:
     """Kill the process group of a process, and wait until its processes have exited."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    time.sleep(0.05)
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while has_running_process(pid):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process group {pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
+        time.sleep(0.01)
+
+
+def has_running_process(group: int) -> bool:
+    """Return whether a process group has a process that is no zombie."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has exited
+            state, _, process_group, *_ = file.read_text().rpartition(")")[2].split()
+            if int(process_group) == group and state not in "ZX":
+                return True
+    return False

@@ -217,6 +217,12 @@ class FaultyRun:
         index = int(fault.rank_choice * len(candidates))
         return candidates[index]
 
+    def execute_faults(self, case: CampaignCase) -> None:
+        """Execute the faults of a case. Raises AssertionError if the run ends before the first one."""
+        for fault in case.faults:
+            case.executed_faults.append(self.execute_fault(fault))
+        assert case.executed_faults[0] != "nothing", "the run ended before the first fault"
+
     def execute_fault(self, fault: ScheduledFault) -> str:
         """Execute a fault, and describe it."""
         if fault.waits_for_new_process:
@@ -226,8 +232,10 @@ class FaultyRun:
         if not pid:
             return "nothing"
         signal_number = signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(pid, signal_number)
+        except ProcessLookupError:
+            return "nothing"
         if fault.kind == "pause":
             timer = threading.Timer(fault.pause_seconds, self.continue_process, (pid,))
             timer.daemon = True
@@ -257,9 +265,8 @@ def execute_case(
     process = Command(argv, env=make_environment(), new_session=True)
     faulty_run = FaultyRun(process, runs)
     try:
-        if faulty_run.wait_for_step(case.first_fault_step):
-            for fault in case.faults:
-                case.executed_faults.append(faulty_run.execute_fault(fault))
+        assert faulty_run.wait_for_step(case.first_fault_step), "the run ended before the step of the first fault"
+        faulty_run.execute_faults(case)
         process.wait(RUN_TIMEOUT)
         case.outcome = check_outcome(case, faulty_run, undisturbed, process.stderr)
     except subprocess.TimeoutExpired:

@@ -64,6 +64,7 @@ def train_and_compare(
         problems = find_metric_differences(process.folder, undisturbed)
         assert not problems, (faults, problems)
         if not is_stuck:
+            print(f"{faults}: {number + 1} of at most {MAX_TRIES} runs")
             return process.folder
     raise AssertionError(f"{faults}: a rank was stuck in gloo in each of {MAX_TRIES} runs: {logs}")
 

@@ -20,5 +20,5 @@ ENTRY = Entry(
         "rounds=2000",
     ),
     page_settings=("sizes=[8,1K]", "plot=false"),
-    is_correct_on_four_hosts=lambda result: all(min(point["interface_bytes"]) > 0 for point in result["points"]),
+    is_correct_on_four_hosts=lambda result: min(min(point["interface_bytes"]) for point in result["points"]) > 0,
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 REMOVAL_SECONDS = 10
+UNAVAILABLE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
 
 
 @contextlib.contextmanager
@@ -25,18 +28,27 @@ def create_control_group(
     """
     version_1_root = CGROUP_ROOT / controller
     root = version_1_root if version_1_root.is_dir() else CGROUP_ROOT
-    group = root / f"test-{os.getpid()}"
+    group = root / f"test-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        make_group_or_skip(group, limits)
+        for name, text in (optional or {}).items():
+            with contextlib.suppress(OSError):
+                (group / name).write_text(text)
+        yield group
+    finally:
+        remove_control_group(group)
+
+
+def make_group_or_skip(group: Path, limits: Mapping[str, str]) -> None:
+    """Create a control group with limits, or skip the test if the kernel or the user's rights forbid it."""
     try:
         group.mkdir()
         for name, text in limits.items():
             (group / name).write_text(text)
     except OSError as error:
+        if error.errno not in UNAVAILABLE_ERRORS:
+            raise
         pytest.skip(f"cannot create a control group: {error}")
-    for name, text in (optional or {}).items():
-        with contextlib.suppress(OSError):
-            (group / name).write_text(text)
-    yield group
-    remove_control_group(group)
 
 
 def remove_control_group(group: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -102,9 +103,10 @@ def resume_on_gpu(entry: Entry, folder: RunFolder, *arguments: str) -> str:
 
 
 def compute_relative_difference(value: float, expected: float) -> float:
-    """Return the difference of two numbers, divided by the larger of 1 and the expected magnitude."""
+    """Return the difference of two numbers, divided by the larger of 1 and the expected magnitude; infinity for NaN."""
     scale = max(1.0, abs(expected))
-    return abs(value - expected) / scale
+    difference = abs(value - expected) / scale
+    return math.inf if math.isnan(difference) else difference
 
 
 def compare_losses(run: FinishedRun, reference: FinishedRun) -> float:
@@ -134,12 +136,15 @@ def compare_runs(folder: RunFolder, reference: RunFolder) -> float:
 
 
 def compare_tensors(tensor: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of two tensors, divided by the larger of 1 and the largest expected magnitude."""
+    """Return the largest difference of two tensors, divided by the larger of 1 and the largest expected magnitude.
+
+    The result is infinity if a difference is NaN.
+    """
     if not expected.numel():
         return 0.0
     scale = expected.abs().max().clamp(min=1.0)
-    difference = (tensor - expected).abs().max()
-    return float(difference / scale)
+    difference = float((tensor - expected).abs().max() / scale)
+    return math.inf if math.isnan(difference) else difference
 
 
 def compare_numbers(row: Sequence[Any], expected_row: Sequence[Any]) -> float:

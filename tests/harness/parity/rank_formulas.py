@@ -16,6 +16,7 @@ def list_rank_formula_gaps(result: Mapping[str, Any], tolerances: Mapping[str, f
     gaps = []
     for name, tolerance in tolerances.items():
         uncounted = SENT_NUMBERS_BYTES if name == "sent" else 0
+        assert result[f"rank_{name}_bytes"], f"no rank has measured {name}"
         pairs = zip(result[f"rank_{name}_bytes"], result[f"rank_{name}_formula"], strict=True)
         for rank, (measured, formula) in enumerate(pairs):
             if abs(measured - formula) > tolerance * formula + uncounted:

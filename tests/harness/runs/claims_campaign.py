@@ -40,6 +40,7 @@ RUN_SETTINGS = (
     "checkpoint.every_seconds=1",
 )
 TOTAL_STEPS = 5000
+MAX_FIRST_DELAY = 2.0  # seconds from the first step to the first command; the run must train longer
 MAX_OVERLAP_SECONDS = 2.0  # seconds during which two attempts may train at the same time
 MAX_STOPPING_SECONDS = 20.0  # from `make cancel` until no process trains
 COMMAND_TIMEOUT = 150.0  # seconds; also the time limit for the end of a run
@@ -119,6 +120,8 @@ class ClaimCase:
     executed_commands: list[tuple[str, CompletedCommand]] = dataclasses.field(default_factory=list)
     """The finished commands, each with its name."""
     problems: list[str] = dataclasses.field(default_factory=list)
+    live_commands: list[str] = dataclasses.field(default_factory=list)
+    """The commands that started while the run had no result."""
     losses: list[tuple[int, float]] = dataclasses.field(default_factory=list)
     """Each step with its loss. Set when the case has been executed."""
 
@@ -128,9 +131,19 @@ class ClaimCase:
         starter = self.start_command("start", 0.0)
         run = wait_until(lambda: find_new_run(self.target.runs, earlier_runs), "the run has a folder", COMMAND_TIMEOUT)
         watch = MetricsWatch(run)
+        try:
+            self.execute_pair(run, starter)
+        finally:
+            watch.stop()
+        self.problems += watch.find_problems()
+        self.check_outputs(run)
+        return run
+
+    def execute_pair(self, run: RunFolder, starter: threading.Thread) -> None:
+        """Execute both commands in the phase of the case, and wait until the run has ended."""
         if self.phase != "starting":
             wait_until(lambda: has_metrics(run) or run.result, "the run trains", COMMAND_TIMEOUT)
-        delay = self.random_stream.uniform(0.0, 2.0)
+        delay = self.random_stream.uniform(0.0, MAX_FIRST_DELAY)
         if self.phase == "stopped":
             time.sleep(delay)
             self.start_command("cancel", 0.0, run).join()
@@ -146,10 +159,8 @@ class ClaimCase:
         for thread in threads:
             thread.join()
         self.wait_for_end(run)
-        watch.stop()
-        self.problems += watch.find_problems()
-        self.check_outputs(run)
-        return run
+        if self.phase == "running" and not self.live_commands:
+            self.problems.append("the run had ended before the first command")
 
     def start_command(self, name: str, delay: float, run: RunFolder | None = None) -> threading.Thread:
         """Execute a command after `delay` seconds in a thread."""
@@ -157,6 +168,8 @@ class ClaimCase:
 
         def call() -> None:
             time.sleep(delay)
+            if run is not None and not run.result:
+                self.live_commands.append(name)
             try:
                 self.executed_commands.append((name, self.execute_command(name, run, random_stream)))
             except subprocess.TimeoutExpired:
@@ -235,9 +248,17 @@ class MetricsWatch:
         self.growth_times: dict[int, list[float]] = {}
         self.seconds_after_cancel = 0.0
         """Seconds for which an attempt trained after `make cancel`."""
+        self.error: Exception | None = None
+        """Exception that ended the thread."""
         self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.record_growth)
+        self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()
+
+    def watch(self) -> None:
+        try:
+            self.record_growth()
+        except Exception as error:
+            self.error = error
 
     def record_growth(self) -> None:
         sizes: dict[int, int] = {}
@@ -252,7 +273,10 @@ class MetricsWatch:
     def record_training_after_cancel(self) -> None:
         if self.folder.result.get("state") == "cancelled":
             result_file = self.folder.path / "result.json"
-            seconds = time.time() - result_file.stat().st_mtime
+            try:
+                seconds = time.time() - result_file.stat().st_mtime
+            except FileNotFoundError:  # moved, because the run was resumed
+                return
             self.seconds_after_cancel = max(self.seconds_after_cancel, seconds)
 
     def stop(self) -> None:
@@ -261,6 +285,8 @@ class MetricsWatch:
 
     def find_problems(self) -> list[str]:
         problems = []
+        if self.error is not None:
+            problems.append(f"the metrics were not watched to the end: {self.error!r}")
         if self.seconds_after_cancel > MAX_STOPPING_SECONDS:
             problems.append(f"the run trained for {self.seconds_after_cancel:.1f} s after it was cancelled")
         for number, next_number in itertools.pairwise(sorted(self.growth_times)):

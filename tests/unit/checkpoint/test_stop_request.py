@@ -17,6 +17,7 @@ from common.system.exit_status import EXIT_RESUMABLE
 from tests.harness.commands.processes import wait_until
 
 CaseBody = Callable[[StopRequest], None]
+BODY_FAILED = 99  # exit status
 
 
 def send_signal_to_self(stop: StopRequest, number: int) -> None:
@@ -37,7 +38,7 @@ def run_in_fork(body: CaseBody, log_file: Path) -> int:
         except SystemExit as end:
             status = int(end.code or 0)
         except BaseException:
-            status = 1
+            status = BODY_FAILED
         finally:
             os._exit(status)
 

@@ -101,11 +101,15 @@ def test_a_rank_that_waits_for_its_data_or_its_disk_is_not_stuck(
     run.kill(1)
     wait_until(lambda: member.generation_ended, "rank 0 knows of the loss")
 
+    calls: list[str] = []
+
     def stall() -> None:
+        calls.append("stall")
         member.max_sleep_seconds = 0
         for _ in range(3):
             wait_for_check(member)
         member.max_sleep_seconds = 3600
 
     wait(stall, tmp_path)
+    assert calls, "the rank did not wait"
     assert STUCK_REASON not in member.leave_reason
