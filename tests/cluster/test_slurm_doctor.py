@@ -47,7 +47,7 @@ while pathlib.Path(sys.argv[1]).exists():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Site]:
-    base = tmp_path_factory.mktemp("doctor")
+    base = tmp_path_factory.mktemp("site")  # a short path, for SLURM's sockets
     shutil.copytree(cache, base / "prepared")
     three_hosts = Site(base, base / "prepared", HIGH_PRIORITY)
     three_hosts.runs.mkdir()
