@@ -30,11 +30,17 @@ def read_page_data(runs: Path) -> dict[str, Any]:
 
 
 def test_runs_that_differ_only_in_their_seed_share_a_row_and_a_curve(tmp_path: Path) -> None:
+    points = []
     for number, (seed, rate) in enumerate((("0", "0.1"), ("1", "0.1"), ("2", "0.1"), ("0", "0.2"))):
         result = {"scores": {"test_accuracy": 0.9 + 0.01 * number}}
         settings = {"seed": seed, "optim.lr": rate}
-        SyntheticRun("mnist_pipeline", number, 40, settings=settings, result=result).write(tmp_path)
-    completed = in_process_calls.call_verb("compare", f"--runs-folder={tmp_path}", "--group=seed", COLUMNS="300")
+        run = SyntheticRun("mnist_pipeline", number, 40, settings=settings, result=result).write(tmp_path)
+        points.append({"values": {"optim.lr": rate}, "repeat": int(seed), "run": run.path.name})
+    SyntheticRun("ddp_multinode", 4, 40).write(tmp_path)  # not a run of the sweep
+    (tmp_path / "sweeps/rates").mkdir(parents=True)
+    write_json(tmp_path / "sweeps/rates/sweep.json", {"experiment": "mnist_pipeline", "cells": points})
+    arguments = (f"--runs-folder={tmp_path}", "--sweep=rates", "--group=seed")
+    completed = in_process_calls.call_verb("compare", *arguments, COLUMNS="300")
     head, _, first, second, *_ = completed.stdout.splitlines()
     assert "learning rate" in head
     assert "-0000 +2  finished" in first

@@ -69,7 +69,7 @@ COMMANDS_TESTED_ELSEWHERE = {
     "make sweep GRID=configs/sweeps/strategies.py NAME=ddp_multinode RANKS=4 ROUNDS=5": (
         "tests/unit/slurm/launch/test_strategy_sweep.py"
     ),
-    "make compare SWEEP=mnist_pipeline_rates": "tests/commands/test_sweep.py",
+    "make compare SWEEP=mnist_pipeline_rates GROUP=seed": "tests/commands/test_compare_groups.py",
     "make doctor NODES=2": "tests/commands/test_doctor.py",
     "make doctor NODES=2 JSON=1": "tests/commands/test_doctor.py",
     "make doctor 'RUN=<id>'": "tests/commands/test_doctor.py",
