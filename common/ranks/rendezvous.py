@@ -170,6 +170,10 @@ def join_world(rank_info: RankInfo, settings: Launch, key_folder: Path | None = 
         store=store,
         transport=transport,
     )
+    for group in dist.distributed_c10d._world.pg_map:
+        # The callback of a future may hold the last reference to a group. If a thread of gloo frees this group after
+        # it has executed the callback, it waits for itself, which aborts the process.
+        prevent_destruction(group)
     dist.destroy_process_group()
     if key_folder and rank_info.rank == 0:
         shutil.rmtree(key_folder, ignore_errors=True)
@@ -195,6 +199,7 @@ def set_up_rendezvous(
         if rank_info.rank == 0:
             host_rendezvous.check_rank0_name(rank_info)
         store = dist.FileStore(str(key_folder / "store"), rank_info.size)
+        # The destructor opens the file again, and waits for minutes if rank 0 deletes the folder at this moment.
         prevent_destruction(store)
     elif rank_info.is_joining:
         store = dist.HashStore()
@@ -207,12 +212,9 @@ def set_up_rendezvous(
     return store, interface
 
 
-def prevent_destruction(store: dist.FileStore) -> None:
-    """Prevent the destructor of a FileStore from running, also when the interpreter exits.
-
-    The destructor opens the file again, and waits for minutes if rank 0 deletes the folder of the file at this moment.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # this reference is never released
+def prevent_destruction(instance: object) -> None:
+    """Prevent the destructor of an object from running, also when the interpreter exits."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(instance))  # this reference is never released
 
 
 def set_interface(name: str) -> None:

@@ -49,6 +49,7 @@ SHORT_STEP_TIMEOUT = 1 if BACKEND == "builtin" else 3  # seconds
 SHORT_TIMEOUTS = Launch(device="cpu", backend=BACKEND, setup_timeout=3, step_timeout=SHORT_STEP_TIMEOUT)
 LONG_TIMEOUTS = Launch(device="cpu", backend=BACKEND, setup_timeout=60, step_timeout=3600)
 HANG_SECONDS = 600.0  # longer than the test waits
+FREE_SECONDS = 0.5  # duration of the destructor of SlowlyFreed
 CONNECT_SECONDS = 0.2  # time limit for a new rank of an elastic run
 
 
@@ -310,6 +311,37 @@ def join_with_tls(info: RankInfo, folder: Path) -> None:
         dist.barrier()
 
 
+class SlowlyFreed:
+    """An object whose destructor takes half a second."""
+
+    def __del__(self) -> None:
+        time.sleep(FREE_SECONDS)
+
+
+def create_callback() -> Callable[[Any], Any]:
+    """Return a callback that holds the process group. Freeing the callback takes half a second."""
+    kept = (dist.group.WORLD, SlowlyFreed())  # the last element of a tuple is freed first
+
+    def get_value(future: Any) -> Any:
+        assert kept
+        return future.value()
+
+    return get_value
+
+
+def a_callback_is_freed_after_the_group(info: RankInfo, folder: Path) -> None:
+    """Leave the group while a thread of gloo still frees a callback that holds the last reference to the group."""
+    with rendezvous.join_world(info, SETTINGS) as world:
+        if not world.is_main:
+            time.sleep(FREE_SECONDS)  # the collective of rank 0 must not end before rank 0 has added its callback
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        future = work.get_future()
+        future.then(create_callback()).wait()
+        del work, future
+    time.sleep(2 * FREE_SECONDS)
+
+
 CASES_BEFORE_JOINING = (
     ranks_raise_user_error,
     rank_1_does_not_join,
@@ -317,6 +349,7 @@ CASES_BEFORE_JOINING = (
     rank_0_is_killed_after_its_report,
     new_rank_1_stops_before_it_connects,
     join_with_tls,
+    a_callback_is_freed_after_the_group,
 )
 """Cases that are called with RankInfo. All others are called with a world, which has these settings or SETTINGS:"""
 SETTINGS_OF_CASES = {rank_0_hangs: SHORT_TIMEOUTS, rank_1_aborts_the_group: LONG_TIMEOUTS}

@@ -107,6 +107,14 @@ def test_a_superseded_attempt_saves_and_deletes_nothing(run: RunWithCheckpoints)
     assert [(checkpoint.attempt.number, checkpoint.step) for checkpoint in resumable] == [(2, 2), (1, 1)]
 
 
+def test_a_superseded_attempt_retires_no_checkpoint(run: RunWithCheckpoints) -> None:
+    run.save(1, best=True)
+    run.save(2, 3)
+    run.restart(1, 3)
+    assert storage.retire_old_checkpoints(run.get_attempt(1), keep=2, best=None) == []
+    assert run.list_steps(attempt_number=1) == [1, 2, 3]
+
+
 def test_checkpoints_of_older_attempts_are_kept_until_the_newest_attempt_has_enough(run: RunWithCheckpoints) -> None:
     run.save(1)
     run.save(2, best=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,14 @@ def test_a_data_set_that_cannot_be_written_has_a_cause(cifar10: Data) -> None:
         prepare.prepare_dataset(cifar10)
     assert caught.value.cause is Cause.FILE_TOO_LARGE
     assert "to download it again" not in str(caught.value)
+
+
+def test_a_prepared_data_set_with_a_missing_part_is_not_used(cache: Path, tmp_path: Path) -> None:
+    (prepared,) = cache.glob("digits-*")
+    folder = shutil.copytree(prepared, tmp_path / "digits")
+    assert prepare.read_prepared_dataset("digits", folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for key in ("bytes", "sha256"):
+        del manifest[key]["test_labels"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert prepare.read_prepared_dataset("digits", folder) is None

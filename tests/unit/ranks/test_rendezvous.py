@@ -58,6 +58,11 @@ def test_hosts_with_different_backends_or_numbers_of_ranks_are_refused(
                 future.result()
 
 
+def test_a_group_may_be_left_before_its_last_callback_is_freed(tmp_path: Path) -> None:
+    process = execute_launch_case("a_callback_is_freed_after_the_group", tmp_path)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize("backend", ["auto", "builtin"])
 def test_groups_of_a_mesh_have_the_step_timeout(backend: str, tmp_path: Path) -> None:
     process = execute_launch_case("create_a_mesh", tmp_path, backend)

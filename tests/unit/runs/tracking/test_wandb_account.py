@@ -48,3 +48,7 @@ def test_an_account_is_found_where_wandb_finds_it(
 def test_the_account_is_found_without_importing_wandb() -> None:
     module = "common.runs.tracking.wandb_account"
     assert list_loaded_modules(f"{module}\n{module}.find_missing_account()", ["wandb"]) == []
+
+
+def test_a_requested_offline_mode_needs_no_account() -> None:
+    assert wandb_account.choose_mode("offline") == ("offline", "")
