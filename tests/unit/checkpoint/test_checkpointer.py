@@ -111,7 +111,7 @@ def test_a_superseded_attempt_retires_no_checkpoint(run: RunWithCheckpoints) -> 
     run.save(1, best=True)
     run.save(2, 3)
     run.restart(1, 3)
-    assert storage.retire_old_checkpoints(run.get_attempt(1), keep=2, best=None) == []
+    assert storage.retire_old_checkpoints(run.get_attempt(1), keep=2, best=3) == []
     assert run.list_steps(attempt_number=1) == [1, 2, 3]
 
 
