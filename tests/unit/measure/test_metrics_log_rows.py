@@ -56,3 +56,15 @@ def test_a_loss_of_nan_names_a_custom_loss_as_a_possible_cause(tmp_path: Path, w
     log.flush()
     assert "the loss of step 1 is nan" in log.divergence
     assert ("; if the custom loss focal_loss can return NaN" in log.divergence) is bool(custom_loss)
+
+
+def test_rows_of_fast_steps_are_written_together(tmp_path: Path, world: World) -> None:
+    folder = RunFolder(tmp_path).claim_attempt()
+    log = MetricsLog(Ranks(world), MetricsWriter(folder.metrics_file, print), OneSamplePerStep(), source=0)
+    for step in range(1, 11):
+        log.add_step(step, step / 1000, {"loss": 0.5})
+    assert log.is_flush_due
+    log.flush()
+    assert not log.is_flush_due, "there is no new row"
+    log.add_step(11, 0.011, {"loss": 0.5})
+    assert not log.is_flush_due

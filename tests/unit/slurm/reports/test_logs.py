@@ -77,7 +77,9 @@ def test_a_run_without_a_log_or_without_output_is_named(tmp_path: Path) -> None:
         logs.read_rank_0_log(folder)
 
 
-@pytest.mark.parametrize("exit_code, exit_status", [("0:9", 128 + 9), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)])
+@pytest.mark.parametrize(
+    "exit_code, exit_status", [("0:9", 128 + 9), ("0:1", 128 + 1), ("3:0", 3), ("0:0", 1), ("1:15", 1), ("0:53", 1)]
+)
 def test_slurm_knows_the_exit_status_of_a_job_without_a_result(
     fake_here: FakeSlurm, runs: Path, exit_code: str, exit_status: int
 ) -> None:
